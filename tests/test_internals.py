@@ -49,12 +49,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("_") and not name.startswith("__")
 
 
-OWNERS = {row.owner for row in internals.INTERNALS}
+OWNERS = {name.rpartition(".")[0] for name in internals.INTERNALS}
 LISTED = OWNERS | {
-    f"{row.owner}.{name}"
-    for row in internals.INTERNALS
-    for member in row.members
-    for name in member.split("|")
+    f"{owner}.{name}"
+    for owner, _, members in (listed.rpartition(".") for listed in internals.INTERNALS)
+    for name in members.split("|")
 }
 # Private attributes of objects, by their last name.
 MEMBERS = {name.rpartition(".")[2] for name in LISTED if is_private(name.rpartition(".")[2])}
@@ -299,16 +298,9 @@ def test_what_is_public_or_goes_through_the_list_is_not_reported(source):
 def test_every_name_of_the_list_is_used():
     text = "".join((SRC / path).read_text() for path in FILES if path != "internals.py")
     words = {*re.findall(r"\w+", text), "__getitem__"}  # kernel[grid] uses it without its name
-    unused = [
-        (row.owner, m) for row, m in members(*internals.SUPPORTED) if not {*m.split("|")} & words
-    ]
-    assert unused == []
-
-
-def members(*libraries: str) -> list[tuple[internals.Internal, str]]:
-    """Every member of the list, of these libraries."""
-    rows = [row for row in internals.INTERNALS if row.owner.split(".")[0] in libraries]
-    return [(row, member) for row in rows for member in row.members]
+    members = {name: {*name.rpartition(".")[2].split("|")} for name in internals.INTERNALS}
+    assert {name.split(".")[0] for name in members} == {*internals.SUPPORTED}
+    assert [name for name, own in members.items() if not own & words] == []
 
 
 @pytest.mark.parametrize("library", internals.SUPPORTED)
@@ -316,9 +308,9 @@ def test_the_installed_libraries_have_every_name(library):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, about each other
         missing = [
-            f"{row.owner}.{member}"
-            for row, member in members(library)
-            if not internals.exists(f"{row.owner}.{member}")
+            name
+            for name in internals.INTERNALS
+            if name.startswith(f"{library}.") and not internals.exists(name)
         ]
     assert missing == []
 
@@ -348,17 +340,12 @@ def clear_caches() -> None:
     internals._warn_of_version.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("row", "member"),
-    members(*internals.SUPPORTED),
-    ids=lambda value: value if isinstance(value, str) else value.owner,
-)
+@pytest.mark.parametrize(("name", "user"), internals.INTERNALS.items(), ids=internals.INTERNALS)
 @pytest.mark.filterwarnings("ignore:octavo is tested with")
-def test_a_name_that_is_gone_is_reported_in_one_sentence(newer_libraries, row, member):
-    name, library = f"{row.owner}.{member}", row.owner.split(".")[0]
+def test_a_name_that_is_gone_is_reported_in_one_sentence(newer_libraries, name, user):
     with pytest.raises(UnsupportedError) as caught:
         internals.require(name)
-    assert str(caught.value) == sentence(row.user, name, library)
+    assert str(caught.value) == sentence(user, name, name.split(".")[0])
 
 
 REMOVE_AND_IMPORT = """

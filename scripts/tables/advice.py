@@ -7,7 +7,8 @@ from pathlib import Path
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.advise.gpus import find_gpu, tried_table
-from octavo.measure.advise.measured import Compared, compare_all
+from octavo.measure.advise.measured import compare_all
+from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table, to_markdown
 
 EXAMPLE = ("gpt-oss-like", "--gpu", "h200", "--context", "32k", "--concurrency", "8")
@@ -40,14 +41,15 @@ def predictions(results: Path) -> str:
         header=("model", "what", "row", "predicted", "measured", "error"),
         rows=tuple(map(_row, found)),
     )
-    known = [abs(one.error_percent) for one in found if one.error_percent is not None]
+    known = [abs(x) for one in found if (x := one.values.get("error_percent")) is not None]
     told = f"{len(known)} of {len(found)} are predicted; the largest error is {max(known):.0f} %."
     return f"{to_markdown(table).rstrip()}\n\n{told}\n"
 
 
-def _row(one: Compared) -> tuple[str, ...]:
-    about = (one.model, one.what, f"`{one.row}`")
-    if one.predicted is None or one.error_percent is None:
-        return (*about, "– (host)", f"{one.measured:.2f}×", "–")
-    error = f"{round(one.error_percent):+d} %".replace("+0", "0").replace("-", "−")
-    return (*about, f"{one.predicted:.2f}×", f"{one.measured:.2f}×", error)
+def _row(one: Measurement) -> tuple[str, ...]:
+    about = (str(one.case["model"]), str(one.case["what"]), f"`{one.case['row']}`")
+    measured = f"{one.values['measured_speedup']:.2f}×"
+    if "predicted_speedup" not in one.values:
+        return (*about, "– (host)", measured, "–")
+    error = f"{round(one.values['error_percent']):+d} %".replace("+0", "0").replace("-", "−")
+    return (*about, f"{one.values['predicted_speedup']:.2f}×", measured, error)

@@ -151,17 +151,14 @@ def _repeat(body: _Step, low: int, high: int) -> _Step:
 
 
 def _assertion(body: _Step, looks_back: bool, is_wanted: bool) -> _Step:
-    def found(text: _Text, starts: int) -> int:
-        if looks_back:  # of one length only: where it ends says where it began
-            return starts & body(text, text.everywhere)
-        places = 0
-        for position in [1 << i for i in range(len(text.text) + 1) if starts >> i & 1]:
-            text.step()
-            places |= position if body(text, position) else 0
-        return places
-
     def run(text: _Text, starts: int) -> int:
-        there = found(text, starts)
+        there = 0
+        if looks_back:  # of one length only: where it ends says where it began
+            there = starts & body(text, text.everywhere)
+        else:
+            for position in [1 << i for i in range(len(text.text) + 1) if starts >> i & 1]:
+                text.step()
+                there |= position if body(text, position) else 0
         return there if is_wanted else starts & ~there
 
     return run

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -27,20 +26,9 @@ SUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
-class Internal:
-    """Members of a module or class that octavo uses, and the part of octavo that needs them.
-
-    "new|old" is a member that has one of two names, depending on the version.
-    """
-
-    owner: str
-    members: tuple[str, ...]
-    user: str
-
-
 _HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
-# Part of octavo -> module or class -> its members that this part uses.
+# Part of octavo -> module or class -> its members that this part uses. "new|old" is a member that
+# has one of two names, depending on the version.
 _USED: dict[str, dict[str, str]] = {
     "octavo's FP8 matrix product (impl='torch')": {"torch": "_scaled_mm"},
     "octavo's linear_gelu": {"torch": "_addmm_activation"},
@@ -156,11 +144,13 @@ _USED: dict[str, dict[str, str]] = {
         "diffusers.Flux2Pipeline": "_patchify_latents",
     },
 }
-INTERNALS = tuple(
-    Internal(owner, tuple(members.split()), user)
+# Full name -> the part of octavo that needs it.
+INTERNALS = {
+    f"{owner}.{member}": user
     for user, owners in _USED.items()
     for owner, members in owners.items()
-)
+    for member in members.split()
+}
 
 
 @contextmanager
@@ -171,7 +161,8 @@ def internals(library: str) -> Iterator[None]:
         yield
     except ImportError as error:
         # A library that is not installed at all, or one that it needs, is another story.
-        name = _missing_name(error)
+        attribute = re.match(r"cannot import name '(\w+)'", str(error))
+        name = f"{error.name}.{attribute[1]}" if attribute else error.name or ""
         if not name.startswith(f"{library}."):
             raise
         raise UnsupportedError(_sentence(name)) from error
@@ -181,17 +172,21 @@ def internals(library: str) -> Iterator[None]:
 def require(*names: str) -> None:
     """Raise UnsupportedError unless all these names of INTERNALS exist: "owner.member" or "owner".
 
-    "owner" stands for every member of its rows. Members may be attributes that only instances have.
+    "owner" stands for every member that is listed. Members may be attributes that only instances
+    have.
     """
     for name in names:
-        rows = [row for row in INTERNALS if name == row.owner or name in _full_names(row)]
-        if not rows:
+        if not (listed := _listed(name)):
             raise KeyError(f"{name} is not in octavo.internals.INTERNALS")
         _warn_of_version(name.split(".")[0])
-        for row in rows:
-            for full_name in _full_names(row):
-                if name in (row.owner, full_name) and not exists(full_name):
-                    raise UnsupportedError(_sentence(full_name))
+        for full_name in listed:
+            if not exists(full_name):
+                raise UnsupportedError(_sentence(full_name))
+
+
+def _listed(name: str) -> list[str]:
+    """The full names that a name stands for: itself, or the members of an owner."""
+    return [listed for listed in INTERNALS if name in (listed, listed.rpartition(".")[0])]
 
 
 def exists(name: str) -> bool:
@@ -206,12 +201,13 @@ def exists(name: str) -> bool:
 
 def version_warning(library: str, version: str) -> str | None:
     """What to say of a version that octavo was not made for; None if it was."""
-    first, end = (_release(bound) for bound in SUPPORTED[library])
-    if first <= _release(version) < end:
+    first, end = SUPPORTED[library]
+    if _release(first) <= _release(version) < _release(end):
         return None
+    wanted = f"{library}>={first},<{end}"
     return (
-        f"octavo is tested with {_requirement(library)}, and {library} {version} is installed: if "
-        f"anything fails, {_install(library)}"
+        f"octavo is tested with {wanted}, and {library} {version} is installed: if anything fails, "
+        f"run: pip install '{wanted}'"
     )
 
 
@@ -224,36 +220,18 @@ def _warn_of_version(library: str) -> None:
 
 def _sentence(name: str) -> str:
     library = name.split(".")[0]
-    version = import_module(library).__version__
-    users = [row.user for row in INTERNALS if name in (row.owner, *_full_names(row))]
-    gone = f"{library} {version} has no {name}, needed for {users[0] if users else 'octavo'}"
+    version, (first, end) = import_module(library).__version__, SUPPORTED[library]
+    user = next((INTERNALS[listed] for listed in _listed(name)), "octavo")
+    gone = f"{library} {version} has no {name}, needed for {user}"
     if version_warning(library, version) is None:
         return f"{gone}, although octavo supports that version: reinstall {library}"
-    return f"{gone}: octavo supports {_requirement(library)}; {_install(library)}"
-
-
-def _requirement(library: str) -> str:
-    first, end = SUPPORTED[library]
-    return f"{library}>={first},<{end}"
-
-
-def _install(library: str) -> str:
-    return f"run: pip install '{_requirement(library)}'"
+    wanted = f"{library}>={first},<{end}"
+    return f"{gone}: octavo supports {wanted}; run: pip install '{wanted}'"
 
 
 def _release(version: str) -> tuple[int, ...]:
     """(2, 13) of "2.13.0+cpu": the bounds are minor versions."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _missing_name(error: ImportError) -> str:
-    """The dotted name that an import did not find."""
-    attribute = re.match(r"cannot import name '(\w+)'", str(error))
-    return f"{error.name}.{attribute[1]}" if attribute else error.name or ""
-
-
-def _full_names(row: Internal) -> list[str]:
-    return [f"{row.owner}.{member}" for member in row.members]
 
 
 def _resolve(name: str) -> Any:

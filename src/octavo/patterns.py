@@ -62,7 +62,12 @@ def match_layers(patterns: Iterable[str], layers: Iterable[Layer]) -> list[Layer
         pattern = parse_pattern(text)
         hits = [i for i, layer in enumerate(layers) if pattern.matches(layer)]
         if not hits:
-            raise ConfigError(_no_match(pattern, layers))
+            wanted, names = f"pattern {brief(text)}", list_names([layer.name for layer in layers])
+            if not layers:
+                raise ConfigError(f"{wanted} matches nothing: there are no layers")
+            hint = pattern.hint if isinstance(pattern.hint, str) else pattern.hint(layers)
+            what = f"none of the {len(layers)} layers; {hint} (the layers are {names})"
+            raise ConfigError(f"{wanted} matches {what}")
         matched.update(hits)
     return [layers[i] for i in sorted(matched)]
 
@@ -127,10 +132,10 @@ def _index_range(text: str) -> Callable[[Layer], bool]:
 
 
 def _index_hint(layers: Sequence[Layer]) -> str:
-    indices = [layer.index for layer in layers if layer.index is not None]
-    if not indices:
-        return "none of them has an index"
-    return f"their indices lie in {min(indices)}-{max(indices)}"
+    found = [layer.index for layer in layers if layer.index is not None]
+    return (
+        f"their indices lie in {min(found)}-{max(found)}" if found else "none of them has an index"
+    )
 
 
 def _component_hint(text: str, layers: Sequence[Layer]) -> str:
@@ -144,12 +149,3 @@ def _component_hint(text: str, layers: Sequence[Layer]) -> str:
             break
     close = difflib.get_close_matches(text, runs, n=1)
     return f"did you mean {close[0]!r}?" if close else "it must name whole dotted components"
-
-
-def _no_match(pattern: Pattern, layers: Sequence[Layer]) -> str:
-    wanted = f"pattern {brief(pattern.text)}"
-    if not layers:
-        return f"{wanted} matches nothing: there are no layers"
-    names = list_names([layer.name for layer in layers])
-    hint = pattern.hint if isinstance(pattern.hint, str) else pattern.hint(layers)
-    return f"{wanted} matches none of the {len(layers)} layers; {hint} (the layers are {names})"

@@ -332,11 +332,10 @@ class Recipe(ComponentRecipe):
                     lines.append(f"{prefix}{field}: {', '.join(patterns)}")
         if lines and self.promote_every != 1:
             lines.append(f"promote_every: {self.promote_every}")
-        if self.scales is not None:
-            what = self.scales
-            if not isinstance(what, str):
-                what = f"of {len(what.get('layers', what))} layers"
-            lines.append(f"scales: {what}")
+        if isinstance(self.scales, str):
+            lines.append(f"scales: {self.scales}")
+        elif self.scales is not None:
+            lines.append(f"scales: of {len(self.scales.get('layers', self.scales))} layers")
         return "\n".join(lines) or "nothing is quantized"
 
     __str__ = describe
@@ -344,20 +343,19 @@ class Recipe(ComponentRecipe):
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
         """The recipe that a JSON object describes."""
-        return cls._decode(text, is_toml=False)
+        return cls._decode(text, "JSON")
 
     @classmethod
     def from_toml(cls, text: str) -> "Recipe":
         """The recipe that a TOML document describes."""
-        return cls._decode(text, is_toml=True)
+        return cls._decode(text, "TOML")
 
     @classmethod
-    def _decode(cls, text: str, *, is_toml: bool) -> "Recipe":
+    def _decode(cls, text: str, language: str) -> "Recipe":
+        from_json = partial(json.loads, object_pairs_hook=unique_keys)
         try:
-            from_json = partial(json.loads, object_pairs_hook=unique_keys)
-            document = (tomllib.loads if is_toml else from_json)(text)
+            document = (tomllib.loads if language == "TOML" else from_json)(text)
         except (ValueError, RecursionError) as error:
-            language = "TOML" if is_toml else "JSON"
             raise ConfigError(f"expected a recipe in {language}: {str(error)[:200]}") from None
         if not isinstance(document, dict):
             raise ConfigError(f"expected a recipe as an object, got {brief(document)}")
@@ -374,15 +372,15 @@ class Recipe(ComponentRecipe):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Recipe":
         """The recipe in a .json or .toml file."""
-        is_toml = _is_toml(path)
+        language = _language(path)
         try:
-            return cls._decode(Path(path).read_text("utf-8"), is_toml=is_toml)
+            return cls._decode(Path(path).read_text("utf-8"), language)
         except (OSError, ValueError) as error:  # a ConfigError is a ValueError
             raise ConfigError(f"{path}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this recipe to a .json or .toml file, atomically."""
-        text = self.to_toml() if _is_toml(path) else self.to_json()
+        text = self.to_toml() if _language(path) == "TOML" else self.to_json()
         write_atomically(path, text.encode())
 
     # Mapping proxies cannot be hashed, copied or pickled; the text form can.
@@ -411,8 +409,7 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _is_toml(path: str | os.PathLike[str]) -> bool:
-    suffix = Path(path).suffix
-    if suffix not in (".json", ".toml"):
+def _language(path: str | os.PathLike[str]) -> str:
+    if (suffix := Path(path).suffix) not in (".json", ".toml"):
         raise ConfigError(f"expected a file name that ends in .json or .toml, got {path}")
-    return suffix == ".toml"
+    return suffix[1:].upper()

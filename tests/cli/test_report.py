@@ -129,7 +129,9 @@ def test_advice_is_left_out_unless_there_is_something_to_compare(
 def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):
     from octavo.measure.advise import measured
 
-    found = [measured.Compared("mine", "ITL", "fp8", 2.0, 1.9)]
+    case = {"model": "mine", "what": "ITL", "row": "fp8"}
+    values = {"measured_speedup": 2.0, "predicted_speedup": 1.9, "error_percent": -5.0}
+    found = [row(op="advise", case=case, values=values)]
     monkeypatch.setattr(measured, "compare_all", lambda records, gpu: found)
     assert report() == 0
     assert (

@@ -142,18 +142,18 @@ def test_bars_have_one_trace_per_series_and_no_bar_for_what_is_not_finite():
 
 
 def test_lines_are_ordered_and_marked_where_measured():
-    figure = plots.lines(TIMES, caption="c", x="length", y="median_ms", log_x=True)
+    figure = plots.lines(TIMES, caption="c", x="length", y="median_ms", is_log=True)
     assert [t["x"] for t in figure.data] == [[512, 8192]] * 2
     assert figure.data[0]["y"] == [256.0, 4096.0]
     assert figure.layout["xaxis"]["type"] == "log"
     assert figure.layout["xaxis"]["ticktext"] == ["512", "8,192"]
-    assert figure.layout["yaxis"]["type"] == "linear"
+    assert figure.layout["yaxis"]["type"] == "log"
 
 
 def test_one_series_needs_no_legend():
-    figure = plots.lines(TIMES[:2], caption="c", x="length", y="median_ms", log_y=True)
+    figure = plots.lines(TIMES[:2], caption="c", x="length", y="median_ms")
     assert not figure.layout["showlegend"]
-    assert "ticktext" not in figure.layout["xaxis"]
+    assert figure.layout["xaxis"]["type"] == "linear" and "ticktext" not in figure.layout["xaxis"]
 
 
 def test_lines_need_numbers():
@@ -171,7 +171,7 @@ def test_plots_need_records_with_both_axes(x, y):
     "figure",
     [
         plots.bars(SQNR, caption="c", x="tensor", y="sqnr_db", series="granularity"),
-        plots.lines(TIMES, caption="c", x="length", y="median_ms", log_x=True, log_y=True),
+        plots.lines(TIMES, caption="c", x="length", y="median_ms", is_log=True),
     ],
     ids=["bars", "lines"],
 )
@@ -324,7 +324,7 @@ def test_hostile_texts_stay_texts():
     # plotly reads tags in its texts, so they are escaped once more inside the JSON
     drawn = [figure["data"][0]["name"], figure["data"][0]["x"][0]]
     drawn.append(figure["layout"]["xaxis"]["title"]["text"])
-    assert not any("<" in text for text in drawn)
+    assert not any("<" in text.replace("<br>", "") for text in drawn)
 
 
 def test_surrogates_and_odd_characters_are_written(tmp_path):

@@ -12,9 +12,7 @@ from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
 
 if TYPE_CHECKING:
-    from octavo.measure.advise.gpus import Gpu
     from octavo.measure.advise.shape import ModelShape
-    from octavo.measure.records import Measurement
 
 
 @takes_settings
@@ -54,10 +52,12 @@ def advise(
         as_json: Print the advice as one JSON object.
     """
     from octavo.amounts import parse_tokens
+    from octavo.kernels.device import default_device
     from octavo.measure import store
     from octavo.measure.advise.advice import told
     from octavo.measure.advise.advise import advise as make_advice
     from octavo.measure.advise.gpus import find_gpu
+    from octavo.measure.advise.measured import check_measurable, measure
     from octavo.measure.advise.shape import find_model
 
     if output is not None and not is_measured:
@@ -67,7 +67,25 @@ def advise(
     shape = find_model(model)
     records = store.read(results or store.shipped())
     if is_measured:
-        records += _measure(context, model, output, shape, chosen, workload)
+        device = default_device()
+        check_measurable(shape, chosen, workload, device)
+        width_height = f"{size[1]}x{size[0]}"
+        taken = {"gpu": chosen.key, "prompt_len": workload.context, "image_size": width_height}
+        command = repeat_command(context, taken=taken)
+        with err.status("measuring") as status:
+            measured, failures = measure(
+                shape,
+                workload,
+                device.torch_device,
+                name=model,
+                command=command,
+                on_progress=lambda what: status.update(f"measuring {what}"),
+            )
+        if output is not None:
+            store.append(output, measured)
+        for row, reason in failures:
+            err.print(f"not measured: {row}: {reason}", soft_wrap=True)
+        records += measured
     advice = make_advice(shape, chosen, workload, records, served=_served(model, shape))
     if as_json:
         return typer.echo(advice.to_json())
@@ -80,35 +98,3 @@ def _served(name: str, shape: "ModelShape") -> str:
     if shape.step is not None and path.exists() and not (path / "model_index.json").is_file():
         return "PIPELINE"  # the folder has its transformer alone
     return name if path.exists() or "/" in name else "MODEL"
-
-
-def _measure(
-    context: typer.Context,
-    name: str,
-    output: Path | None,
-    shape: "ModelShape",
-    gpu: "Gpu",
-    workload: Workload,
-) -> "list[Measurement]":
-    from octavo.kernels.device import default_device
-    from octavo.measure import store
-    from octavo.measure.advise.measured import check_measurable, measure
-
-    device = default_device()
-    check_measurable(shape, gpu, workload, device)
-    height, width = workload.image_size
-    taken = {"gpu": gpu.key, "prompt_len": workload.context, "image_size": f"{width}x{height}"}
-    with err.status("measuring") as status:
-        measured = measure(
-            shape,
-            workload,
-            device.torch_device,
-            name=name,
-            command=repeat_command(context, taken=taken),
-            on_progress=lambda what: status.update(f"measuring {what}"),
-        )
-    if output is not None:
-        store.append(output, measured.records)
-    for row, reason in measured.failures:
-        err.print(f"not measured: {row}: {reason}", soft_wrap=True)
-    return list(measured.records)

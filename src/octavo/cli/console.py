@@ -163,7 +163,7 @@ def write_plots(
     from octavo.measure.report.html import write_report
 
     machines = [record.machine for record in records]
-    commands = list(dict.fromkeys(record.command for record in records))
+    commands = [record.command for record in records]
     write_report(sections, path, title=title, machines=machines, commands=commands)
     err.print(f"Plots: {path}", soft_wrap=True)
 

@@ -1,16 +1,13 @@
 """octavo doctor: what this machine has, and what a model's KV cache takes and bears."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from octavo.cli.console import err, out, print_parts, print_table
 from octavo.cli.options import takes_settings
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.recipe import KvCacheSettings
 
 Format = Literal["e4m3", "e5m2"]
 
@@ -61,34 +58,22 @@ def doctor(
         return print_parts(describe_machine(), style="yellow")
     format: Format = "e5m2" if kv_cache_dtype == "fp8_e5m2" else "e4m3"
     if context is not None:
+        from octavo.amounts import parse_bytes, parse_tokens
+        from octavo.integrations.transformers.cache_layers import read_cached_model
+        from octavo.kernels.device import default_device
+        from octavo.measure.advise import memory
         from octavo.recipe import KvCacheSettings
 
         # The scales' values do not matter here, only how many there are.
         scaling: Any = "dynamic" if granularity == "token" else "unit"
         settings = KvCacheSettings(format=format, granularity=granularity, scaling=scaling)
-        _count_memory(model, context, settings, skip_layers, gpu_memory)
+        length, found = parse_tokens(context), read_cached_model(model)
+        gpu_bytes = parse_bytes(gpu_memory) if gpu_memory else default_device().memory_bytes
+        print_table(memory.memory_table(found, length, settings, skip_layers, gpu_bytes or None))
+        for note in memory.memory_notes(found, length, gpu_bytes or None):
+            out.print(note)
     if is_kv and not _check_kv(model, data, num_tokens, format):
         raise typer.Exit(1)
-
-
-def _count_memory(
-    model: str,
-    context: str,
-    settings: "KvCacheSettings",
-    skip_layers: tuple[str, ...],
-    gpu_memory: str | None,
-) -> None:
-    from octavo.amounts import parse_bytes, parse_tokens
-    from octavo.integrations.transformers.cache_layers import read_cached_model
-    from octavo.kernels.device import default_device
-    from octavo.measure.advise import memory
-
-    num_tokens = parse_tokens(context)
-    num_bytes = (parse_bytes(gpu_memory) if gpu_memory else default_device().memory_bytes) or None
-    found = read_cached_model(model)
-    print_table(memory.memory_table(found, num_tokens, settings, skip_layers, num_bytes))
-    for note in memory.memory_notes(found, num_tokens, num_bytes):
-        out.print(note)
 
 
 def _check_kv(model: str, data: Path | None, num_tokens: int, format: Format) -> bool:

@@ -84,10 +84,18 @@ class Drawing:
 
     def draw(self, plain: "Omni", sampling: ImageSampling, words: Mapping[str, Any]) -> None:
         """Draw everything with what `words` ask for, and without before it if they are compared."""
+        from octavo.integrations.diffusers.image_files import can_write_mp4, target_files
+
         if self.compare:
             check_change(plain, words)
         plain.check(sampling)
-        files = self._files(plain, sampling)
+        is_video = plain.makes_video and sampling.num_frames != 1
+        path = self.output or Path("out.png")
+        if is_video and self.output is None:
+            path = Path("out.mp4" if can_write_mp4() else "out.gif")
+            err.print(f"the video goes to {path}")
+        num_files = len(self.prompts) * sampling.num_images_per_prompt
+        files = target_files(path, num_files, is_video=is_video, is_forced=self.is_forced)
         if self.compare:
             return self._draw_both(plain, sampling, words, files)
         omni = self._changed(plain, words)
@@ -150,23 +158,8 @@ class Drawing:
                 self.prompts, sampling, on_step=lambda done, total: move(title, done, total)
             )
 
-    def _files(self, omni: "Omni", sampling: ImageSampling) -> list[Path]:
-        from octavo.integrations.diffusers.image_files import can_write_mp4, target_files
-
-        is_video = omni.makes_video and sampling.num_frames != 1
-        path = self.output or Path("out.png")
-        if is_video and self.output is None:
-            path = Path("out.mp4" if can_write_mp4() else "out.gif")
-            err.print(f"the video goes to {path}")
-        num_files = len(self.prompts) * sampling.num_images_per_prompt
-        return target_files(path, num_files, is_video=is_video, is_forced=self.is_forced)
-
     def _write(
-        self,
-        omni: "Omni",
-        sampling: ImageSampling,
-        results: "list[ImageResult]",
-        files: list[Path],
+        self, omni: "Omni", sampling: ImageSampling, results: "list[ImageResult]", files: list[Path]
     ) -> None:
         from octavo.integrations.diffusers.image_files import write_results
         from octavo.integrations.diffusers.step_cache import count_cached_steps

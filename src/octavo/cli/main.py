@@ -47,10 +47,7 @@ _LINES = {
         "What to quantize in a model on a GPU, what to expect of it, and why.",
         "octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8",
     ),
-    "bench": (
-        "How fast each op runs here, checked against float64 first.",
-        "octavo bench kernels",
-    ),
+    "bench": ("How fast each op runs here, checked against float64 first.", "octavo bench kernels"),
     "calibrate": (
         "Static scales: of vision attention, a KV cache, or a diffusion pipeline.",
         "octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
@@ -79,10 +76,7 @@ _LINES = {
         "One page from records: plots, tables, machines and commands; no GPU needed.",
         "octavo report results -o report.html",
     ),
-    "serve": (
-        "An OpenAI-compatible server for a model, with a page to look at.",
-        "octavo serve",
-    ),
+    "serve": ("An OpenAI-compatible server for a model, with a page to look at.", "octavo serve"),
     "warmup": (
         "Compile every kernel that a model will need, into a folder that an image can carry.",
         "octavo warmup path/to/model",

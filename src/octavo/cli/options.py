@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -69,17 +69,17 @@ def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     flags: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        settings, shown = _settings_of(hints[name])
-        if hints[name] is typer.Context:
+        hint, kind = hints[name], types[name]
+        notes = getattr(hint, "__metadata__", ())
+        shown = next((note for note in notes if isinstance(note, Flags)), Flags())
+        if hint is typer.Context:
             flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        if settings is None:
-            default = parameter.default
-            flags.append(_flag(name, hints[name], types[name], shown, default, texts))
-            continue
-        own = _flags_of(settings, shown)
-        groups[name] = settings, [flag.name for flag in own]
-        flags += own
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            own = _flags_of(kind, shown)
+            groups[name] = kind, [flag.name for flag in own]
+            flags += own
+        else:
+            flags.append(_flag(name, hint, kind, shown, parameter.default, texts))
     names = [flag.name for flag in flags]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise TypeError(f"{command.__name__} defines a flag twice: {', '.join(repeated)}")
@@ -187,14 +187,6 @@ def repeat_command(
     return shlex.join([*context.command_path.split(), *arguments, *flags])
 
 
-def _settings_of(hint: Any) -> tuple[type | None, Flags]:
-    """The dataclass that a parameter is, if it is one, and how its fields are shown."""
-    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
-    shown = next((note for note in notes if isinstance(note, Flags)), Flags())
-    is_settings = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    return (kind if is_settings else None), shown
-
-
 def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
     types, hints = get_type_hints(settings), get_type_hints(settings, include_extras=True)
     texts = field_help(settings)
@@ -219,7 +211,16 @@ def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
 def _flag(
     name: str, hint: Any, kind: Any, shown: Flags, default: Any, texts: Mapping[str, str]
 ) -> inspect.Parameter:
-    option = _option(hint, shown.names.get(name), default)
+    named = shown.names.get(name)
+    given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
+    if named is not None and not named.startswith("-"):
+        option: Any = typer.Argument(metavar=named, show_default=False)
+    elif given and named is None:  # the field's own typer.Option or typer.Argument
+        option = copy.copy(given[0])
+    else:
+        option = typer.Option(*(named or "").split())
+    if default in (None, ()):
+        option.show_default = False
     option.help = shown.help.get(name) or option.help or texts.get(name)
     return inspect.Parameter(
         name,
@@ -227,17 +228,6 @@ def _flag(
         default=list(default) if isinstance(default, tuple) else default,
         annotation=Annotated[_typer_type(kind), option],
     )
-
-
-def _option(hint: Any, name: str | None, default: Any) -> Any:
-    """The field's own typer.Option or typer.Argument, or one by its name."""
-    if name is not None and not name.startswith("-"):
-        return typer.Argument(metavar=name, show_default=False)
-    given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
-    option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
-    if default in (None, ()):
-        option.show_default = False
-    return option
 
 
 def _typer_type(kind: Any) -> Any:

@@ -47,36 +47,31 @@ def report(
     from octavo.atomic import write_atomically
     from octavo.measure import store
     from octavo.measure.advise.gpus import all_gpus
-    from octavo.measure.report.html import (
-        check_packages,
-        sections_markdown,
-        with_images,
-        write_report,
-    )
+    from octavo.measure.report import html
     from octavo.measure.report.pages import report_sections
-    from octavo.measure.report.tables import write_csv
+    from octavo.measure.report.tables import to_csv
 
     written = [path for path in (output, markdown, csv) if path is not None]
     if len({path.resolve() for path in written}) < len(written):
         raise ConfigError(f"expected different files, got {', '.join(map(str, written))}")
-    check_packages()
+    html.check_packages()
     places = results or (RESULTS,)
     by_file = {file: store.read(file) for file in _files(places)}
     records = [row for rows in by_file.values() for row in rows]
     names = {record.machine.gpu for record in records}
     gpus = [gpu for gpu in all_gpus().values() if gpu.name in names]
     compared, notes = _compared(records, gpus) if advice else ([], [])
-    shown = [row for file, rows in by_file.items() for row in with_images(rows, file)]
+    shown = [row for file, rows in by_file.items() for row in html.with_images(rows, file)]
     roofs = [gpu.ceilings for gpu in gpus]
     sections = report_sections(shown, roofs=roofs, compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
     machines = [record.machine for record in records]
-    write_report(sections, output, title=title, summary=summary, machines=machines)
+    html.write_report(sections, output, title=title, summary=summary, machines=machines)
     if markdown is not None:
-        text = sections_markdown(sections, title=title, summary=summary)
+        text = html.sections_markdown(sections, title=title, summary=summary)
         write_atomically(markdown, text.encode("utf-8", "backslashreplace"))
     if csv is not None:
-        write_csv(records, csv)
+        write_atomically(csv, to_csv(records).encode("utf-8", "backslashreplace"))
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
 
@@ -102,16 +97,13 @@ def _compared(
         own = [record for record in records if record.machine.gpu == gpu.name]
         if not any(record.op in COMPARED_OPS for record in own):
             continue
-        machine = own[0].machine
         try:
             with err.status(f"comparing advice for {gpu.name}"):
-                from octavo.measure.advise.measured import as_records, compare_all
+                from octavo.measure.advise.measured import compare_all
 
-                rows = compare_all(records, gpu)
+                found += compare_all(records, gpu)
         except (ImportError, KeyError, OctavoError) as error:
             # Of some files only, by hand, or without transformers here: the page shows what it can.
             reason = f"a record has no {error}" if isinstance(error, KeyError) else str(error)
             notes.append(f"Advice for {gpu.name} is not compared: {reason}.")
-            continue
-        found += as_records(rows, machine, "octavo report")
     return found, notes

@@ -11,12 +11,7 @@ from typer.core import TyperCommand
 from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.model_options import (
-    EncoderFlags,
-    EngineOptions,
-    LinearOptions,
-    OmniOptions,
-)
+from octavo.cli.model_options import EncoderFlags, EngineOptions, LinearOptions, OmniOptions
 from octavo.cli.options import Flags, Strict, field_names, refuse_flags, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-MIB = 2**20
 KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -65,7 +59,7 @@ class HttpOptions:
         return replace(
             server,
             api_keys=(*server.api_keys, *filter(None, [env.API_KEY.read()])),
-            max_body_bytes=self.max_body_mib * MIB,
+            max_body_bytes=self.max_body_mib * 2**20,
             max_open=num_running + self.max_queue,
             timeout_s=self.request_timeout or None,
             allowed_hosts=(self.host, *server.allowed_hosts),
@@ -205,6 +199,11 @@ def serve(
             loaded: Any = Omni(model, **asked, **pipeline.words(linear))
         app = create_image_app(loaded, settings)
     else:
+        from rich.progress import track
+
+        from octavo.serving.engine.engine import load_engine
+        from octavo.serving.server.app import create_app
+
         recipe = make_recipe(linear, cache, encoder)
         if encoder.note is not None:
             err.print(f"note: {encoder.note}", soft_wrap=True)
@@ -213,8 +212,14 @@ def serve(
             max_queue=http.max_queue,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        words = {"dtype": dtype, "device": device, "vision_impl": encoder.impl, "prompts": prompts}
-        loaded, app = _load_engine(model, recipe, engine_settings, settings, **words)
+        words: dict[str, Any] = {"dtype": dtype, "device": device, "prompts": prompts}
+        words["vision_impl"] = encoder.impl
+        with err.status("loading the model"):
+            loaded = load_engine(model, recipe, engine_settings, **words)
+        # Now, so that no request waits for a CUDA graph.
+        loaded.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
+        app = create_app(loaded, settings)
+        app.state.server.jobs.warm_up()
     err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
     with _saving_scales(loaded, encoder):
@@ -251,28 +256,6 @@ def make_recipe(linear: LinearOptions, cache: CacheOptions, encoder: EncoderOpti
         linear=linear.quantization,
         **linear.patterns,
     )
-
-
-def _load_engine(
-    model: str | None,
-    recipe: "Recipe",
-    engine_settings: Any,
-    settings: ServerSettings,
-    **words: Any,
-) -> tuple[Any, Any]:
-    """The engine of a language model, with all of its CUDA graphs captured, and its app."""
-    from rich.progress import track
-
-    from octavo.serving.engine.engine import load_engine
-    from octavo.serving.server.app import create_app
-
-    with err.status("loading the model"):
-        engine = load_engine(model, recipe, engine_settings, **words)
-    # Now, so that no request waits for one.
-    engine.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
-    app = create_app(engine, settings)
-    app.state.server.jobs.warm_up()
-    return engine, app
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """octavo warmup: compile ahead what a model will need."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,15 +11,6 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.ops.warm_up import Layers
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "channel": {},
-    "tensor": {"weight": "tensor", "activation": "tensor"},
-    "block": {"weight": "block 128x128"},
-    "static": {"scaling": "static"},
-    "weights": {"activation": None},
-}
 
 
 @takes_settings
@@ -57,9 +48,10 @@ def warmup(
     from octavo import env
     from octavo.integrations.model_layers import layers_to_warm_up
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
+    from octavo.measure.rows import WORDS
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 
-    settings = SETTINGS[linear]
+    settings = {"channel": {}, **WORDS["linear"].values}[linear]
     layers: list[Layers] = []
     if shapes is not None:
         layers += linear_layers(parse_shapes(shapes), settings)

@@ -33,11 +33,12 @@ def test_each_time_and_size_is_a_record(advice):
 
 
 def test_a_time_without_a_speed_up_says_why(advice):
-    bound = replace(advice.expectations[0], note="bound by the host")
-    records = advice_records(replace(advice, expectations=(bound,)), "c")
-    assert "speedup" not in records[0].values and records[0].case["note"] == "bound by the host"
+    one = advice.expectations[0]
+    bound = replace(one, before=replace(one.before, is_host_bound=True))
+    records = advice_records(replace(advice, expectations=[bound]), "c")
+    assert "speedup" not in records[0].values and records[0].case["note"] == bound.note
     (section,) = ADVICE.make(records)
-    assert "bound by the host." in section.text and section.headline == ""
+    assert f"{bound.note}." in section.text and section.headline == ""
     assert section.tables[0].rows[0][-1] is None
 
 

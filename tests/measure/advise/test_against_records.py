@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from octavo.measure import store
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.measured import as_records, compare
+from octavo.measure.advise.measured import compare
 from octavo.measure.advise.predict import plan_of, shape_of
 from octavo.measure.advise.shape import Workload
 from octavo.measure.bench.encoder import RESOLUTIONS
@@ -56,21 +56,20 @@ def rows_of(config):
     return name, found
 
 
+def predicted(one):
+    return one.values.get("predicted_speedup")
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_speedups_are_near_those_measured(config):
     name, _ = rows_of(config)
     compared = compare(records(), H200, name)
-    predicted = [one for one in compared if one.predicted is not None]
-    assert len(predicted) > len(compared) / 2
-    far = [
-        f"{one.what}, {one.row}: predicted {one.predicted:.2f}, measured {one.measured:.2f}"
-        for one in predicted
-        if abs(one.error_percent) > MAX_ERROR_PERCENT
-    ]
-    assert far == []
+    known = [one for one in compared if predicted(one) is not None]
+    assert len(known) > len(compared) / 2
+    assert [one for one in known if abs(one.values["error_percent"]) > MAX_ERROR_PERCENT] == []
     # What is not predicted are short prompts, which wait for the host: its times scatter.
-    assert all(one.what.startswith("TTFT") for one in compared if one.predicted is None)
-    assert all("host" in one.note for one in compared if one.predicted is None)
+    unknown = [one.case for one in compared if one not in known]
+    assert all(case["what"].startswith("TTFT") and "host" in case["note"] for case in unknown)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -165,13 +164,14 @@ def test_steps_are_compared_over_bf16():
         for layers in ("all", 2)
     ]
     compared = compare([*records(), *made], H200, "flux.1-dev")
-    assert [one.measured for one in compared if one.row == "linear"] == [1.5, 1.5]
+    linear = [one for one in compared if one.case["row"] == "linear"]
+    assert [one.values["measured_speedup"] for one in linear] == [1.5, 1.5]
     assert len(compared) == 4
     # 19 and 38 blocks have the share of linear layers and attention that 2 and 2 have, nearly.
-    assert compared[0].predicted == pytest.approx(compared[1].predicted, rel=0.05)
-    assert 1.2 < compared[0].predicted < 1.5
+    assert predicted(compared[0]) == pytest.approx(predicted(compared[1]), rel=0.05)
+    assert 1.2 < predicted(compared[0]) < 1.5
     own = compare([*records(), *made], H200, "flux.1-dev", is_left_out=False)
-    assert own[0].predicted != compared[0].predicted
+    assert predicted(own[0]) != predicted(compared[0])
 
 
 def test_a_prediction_that_is_off_is_seen():
@@ -183,7 +183,7 @@ def test_a_prediction_that_is_off_is_seen():
         for row in records()
     ]
     compared = compare(changed, H200, "llama-3.1-8b")
-    assert any(abs(one.error_percent or 0) > MAX_ERROR_PERCENT for one in compared)
+    assert any(abs(one.values.get("error_percent", 0)) > MAX_ERROR_PERCENT for one in compared)
 
 
 def test_own_records_do_not_count_when_left_out():
@@ -197,7 +197,7 @@ def test_own_records_do_not_count_when_left_out():
     ]
     for is_left_out in (True, False):
         before, after = (
-            [one.predicted for one in compare(rows, H200, name, is_left_out=is_left_out)]
+            list(map(predicted, compare(rows, H200, name, is_left_out=is_left_out)))
             for rows in (records(), wrong)
         )
         assert (before == after) == is_left_out
@@ -205,7 +205,10 @@ def test_own_records_do_not_count_when_left_out():
 
 def test_compared_rows_are_records():
     compared = compare(records(), H200, "gpt-oss-like")
-    rows = as_records(compared, records()[0].machine, "a command")
-    assert len(rows) == len(compared) and rows[0].case["model"] == "gpt-oss-like"
-    assert any(row.case.get("note", "").startswith("bound by launches") for row in rows)
-    assert rows[0].values["error_percent"] == pytest.approx(compared[0].error_percent)
+    assert {(row.op, row.case["model"], row.machine.gpu) for row in compared} == {
+        ("advise", "gpt-oss-like", H200.name)
+    }
+    assert any(row.case.get("note", "").startswith("bound by launches") for row in compared)
+    values = compared[0].values
+    ratio = values["predicted_speedup"] / values["measured_speedup"]
+    assert values["error_percent"] == pytest.approx(100 * (ratio - 1))

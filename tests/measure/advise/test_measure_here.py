@@ -16,14 +16,13 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_a_decoder_is_measured_under_the_name_that_advice_knows():
     model, workload = find_model("tiny-gpt-oss"), Workload(context=64, output_len=4)
-    found = measure(model, workload, CPU, name="tiny-gpt-oss", command="x")
-    records = found.records
+    records, failures = measure(model, workload, CPU, name="tiny-gpt-oss", command="x")
     rows = {str(record.case["row"]) for record in records}
     assert {"auto", "fp8", "fp8+skip=sliding_window"} <= rows
     assert {record.case["model"] for record in records} == {"tiny-gpt-oss"}
     assert all(record.values["median_itl_ms"] > 0 for record in records)
     # Who is not measured is named.
-    assert rows | {name for name, _ in found.failures} == set(decoder_rows(model))
+    assert rows | {name for name, _ in failures} == set(decoder_rows(model))
 
 
 def test_the_first_sequence_decodes_while_the_last_prompt_is_computed():
@@ -46,21 +45,19 @@ def test_all_sequences_decode_at_once_after_many_prompts(monkeypatch):
     monkeypatch.setattr(measured, "decoder_rows", lambda model: ["auto"])
     workload = Workload(context=24, output_len=2, concurrency=4)
     model = find_model("tiny")
-    found = measure(model, workload, CPU, name="tiny", command="x")
-    (record,) = found.records
-    assert record.values["num_itl_samples"] >= 4 and not found.failures
+    (record,), failures = measure(model, workload, CPU, name="tiny", command="x")
+    assert record.values["num_itl_samples"] >= 4 and not failures
 
 
 @pytest.mark.slow
 def test_a_tower_and_a_step_are_measured():
     pytest.importorskip("diffusers")
     tower = ModelShape("tiny", tower=find_model("qwen3-vl-8b").tower)
-    records = measure(
-        tower, Workload(image_size=(720, 1280)), CPU, name="tiny", command="x"
-    ).records
+    load = Workload(image_size=(720, 1280))
+    records, _ = measure(tower, load, CPU, name="tiny", command="x")
     assert {"bf16", "dynamic", "static"} <= {str(r.case["recipe"]) for r in records}
     step = find_model("tiny-flux")
-    records = measure(step, Workload(), CPU, name="tiny-flux", command="x").records
+    records, _ = measure(step, Workload(), CPU, name="tiny-flux", command="x")
     assert {str(r.case["recipe"]) for r in records} == {"bf16", "linear", "linear+attention"}
 
 

@@ -187,7 +187,7 @@ def test_hybrids_keep_the_fp8_cache_of_the_layers_that_have_one(tmp_path):
     assert "AutoModelForImageTextToText" in "\n".join(words.how_to_run(found))
     latent = advice_of("deepseek_v3", tmp_path)
     assert latent.recipe.kv_cache is None and latent.recipe.linear is not None
-    assert latent.expectations == () and latent.memory[0].after < latent.memory[0].before
+    assert latent.expectations == [] and latent.memory[0].after < latent.memory[0].before
     assert "Times are not predicted" in latent.reasons[0]
     chunked = advice_of("llama4_text", tmp_path)
     assert chunked.recipe.kv_cache is None and "no FP8 cache for the model" in chunked.reasons[0]

@@ -4,15 +4,18 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from octavo.measure.advise.cost import DecoderPlan
+from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.report.tables import Table
 from octavo.recipe import Bf16Settings, Recipe
+
+if TYPE_CHECKING:
+    from octavo.integrations.diffusers.full_size import StepWork
 
 # A prompt's attention at this head_dim and above has no kernel with a producer warp of its own.
 LARGE_HEAD_DIM = 256
@@ -26,24 +29,34 @@ MIN_MODULATION = 0.05
 
 @dataclass(frozen=True)
 class Expectation:
-    """A time in BF16 and with the recipe, in milliseconds.
-
-    before, after: its parts. based_on: models whose records it was corrected by. note: why there is
-    no speed-up to be said; "" where there is one.
-    """
+    """A time in BF16 and with the recipe; has_parts: whether its parts are worth a line."""
 
     what: str
-    before_ms: float
-    after_ms: float
-    before: dict[str, float]
-    after: dict[str, float]
-    based_on: tuple[str, ...] = ()
-    note: str = ""
+    before: Cost
+    after: Cost
+    has_parts: bool = field(default=True, kw_only=True)
+
+    @property
+    def note(self) -> str:
+        """Why there is no speed-up to be said; "" where there is one."""
+        is_bound = self.before.is_host_bound or self.after.is_host_bound
+        return "launches on the host take longer than the GPU: FP8 does not help" * is_bound
 
     @property
     def speedup(self) -> float | None:
         """How many times as fast; None if a note says why not."""
-        return None if self.note else self.before_ms / self.after_ms
+        return None if self.note else self.before.ms / self.after.ms
+
+    @property
+    def based_on(self) -> list[str]:
+        """The models whose records both were corrected by."""
+        return sorted({*self.before.based_on, *self.after.based_on})
+
+    @property
+    def parts(self) -> tuple[dict[str, float], ...]:
+        """The milliseconds of both by part."""
+        has_parts = self.has_parts and not self.note
+        return tuple(one.parts_ms if has_parts else {} for one in (self.before, self.after))
 
 
 @dataclass(frozen=True)
@@ -56,30 +69,27 @@ class MemoryRow:
     is_bytes: bool = True
 
 
-@dataclass(frozen=True)
-class Part:
-    """What was decided for one part of a model: fields of a recipe, and why."""
-
-    fields: dict[str, Any]
-    expectations: tuple[Expectation, ...] = ()
-    memory: tuple[MemoryRow, ...] = ()
-    reasons: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
+@dataclass
 class Advice:
-    """What to quantize in a model on a GPU for a workload; served: its name in commands."""
+    """What to quantize in a model on a GPU for a workload; each part of the model adds to it.
+
+    served: the model's name in commands. fields: those of the recipe.
+    """
 
     model: ModelShape
     gpu: Gpu
     workload: Workload
     served: str
-    recipe: Recipe
-    expectations: tuple[Expectation, ...]
-    memory: tuple[MemoryRow, ...]
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
+    fields: dict[str, Any] = field(default_factory=dict)
+    expectations: list[Expectation] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is quantized, and how."""
+        return Recipe(**self.fields)
 
     @property
     def command(self) -> str | None:
@@ -93,7 +103,7 @@ class Advice:
         if not is_omni:
             return None
         words = ["octavo", "image", "--model", self.served, "--prompt", "PROMPT"]
-        return shlex.join([*words, *_step_flags(self.recipe)])
+        return shlex.join([*words, *_flags(self.recipe)])
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -105,7 +115,19 @@ class Advice:
             "recipe": json.loads(self.recipe.to_json()),
             "command": self.command,
             "refused": self.model.refused,
-            "expectations": [asdict(e) | {"speedup": e.speedup} for e in self.expectations],
+            "expectations": [
+                {
+                    "what": one.what,
+                    "before_ms": one.before.ms,
+                    "after_ms": one.after.ms,
+                    "before": one.parts[0],
+                    "after": one.parts[1],
+                    "based_on": one.based_on,
+                    "note": one.note,
+                    "speedup": one.speedup,
+                }
+                for one in self.expectations
+            ],
             "memory": [asdict(row) for row in self.memory],
             "reasons": self.reasons,
             "warnings": self.warnings,
@@ -118,37 +140,23 @@ def serve_command(model: str, recipe: Recipe, *, is_omni: bool = False) -> str:
     words = ["octavo", "serve", model, *(["--omni"] if is_omni else [])]
     if isinstance(recipe.vision_attention, Bf16Settings):
         return shlex.join([*words, "--recipe", "recipe.toml"])
-    if recipe.kv_cache is not None:
-        words += ["--kv-cache-dtype", "fp8"]
-        for pattern in recipe.skip_layers:
-            words += ["--kv-cache-dtype-skip-layers", pattern]
-    if recipe.vision_attention is not None:
-        words += ["--mm-encoder-attn-dtype", "fp8"]
-    return shlex.join([*words, *_step_flags(recipe)])
+    return shlex.join([*words, *_flags(recipe)])
 
 
-def _step_flags(recipe: Recipe) -> list[str]:
-    """The flags that `octavo serve` and `octavo image` share."""
-    words = []
-    if recipe.linear is not None:
-        words += ["--quantization", "fp8"]
-        for pattern in recipe.ignored_layers:
-            words += ["--ignored-layers", pattern]
-    if recipe.attention is not None:
-        words += ["--attention", "fp8"]
-    return words
-
-
-def _title(advice: Advice) -> str:
-    """What was asked."""
-    workload, ceilings = advice.workload, advice.gpu.ceilings
-    fp8 = ceilings.fp8_tflops
-    rates = f"{ceilings.gb_per_s:,.0f} GB/s, {ceilings.bf16_tflops:,.0f} TFLOP/s in BF16"
-    rates += f" and {fp8:,.0f} in FP8" if fp8 else ""
-    asked = f"{advice.model.name} ({advice.model.parts}) on {advice.gpu.name}"
-    if advice.model.step is None:
-        asked += f", {workload.concurrency} × {workload.context:,} tokens"
-    return f"{asked}\n{rates}: {ceilings.source}"
+def _flags(recipe: Recipe) -> Iterator[str]:
+    """The flags that fill a recipe."""
+    flags = (
+        (recipe.kv_cache, "--kv-cache-dtype", recipe.skip_layers),
+        (recipe.vision_attention, "--mm-encoder-attn-dtype", ()),
+        (recipe.linear, "--quantization", recipe.ignored_layers),
+        (recipe.attention, "--attention", ()),
+    )
+    of_patterns = {"--quantization": "--ignored-layers"}
+    for settings, flag, patterns in flags:
+        if settings is not None:
+            yield from (flag, "fp8")
+            for pattern in patterns:
+                yield from (of_patterns.get(flag, f"{flag}-skip-layers"), pattern)
 
 
 def _ms(ms: float) -> str:
@@ -163,7 +171,7 @@ def _tables(advice: Advice) -> Iterator[Table]:
             caption=f"What to expect, in milliseconds{predicted}",
             header=("what", "BF16", "recipe", "speed-up"),
             rows=tuple(
-                (one.what, _ms(one.before_ms), _ms(one.after_ms))
+                (one.what, _ms(one.before.ms), _ms(one.after.ms))
                 + ("not predicted" if one.speedup is None else f"{one.speedup:.2f}×",)
                 for one in advice.expectations
             ),
@@ -182,11 +190,10 @@ def _sentences(advice: Advice) -> Iterator[str]:
     yield "Why"
     yield from (f"- {text}" for text in advice.reasons)
     for one in advice.expectations:
-        if one.before:
-            before, after = (
-                ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items())
-                for parts in (one.before, one.after)
-            )
+        before, after = (
+            ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items()) for parts in one.parts
+        )
+        if before:
             same = "the same" if before == after else after
             yield f"- {one.what} is {before} ms in BF16, with the recipe {same}."
     yield from (f"- {one.what}: {one.note}." for one in advice.expectations if one.note)
@@ -227,7 +234,13 @@ def recipe_text(advice: Advice) -> str:
 
 def told(advice: Advice) -> Iterator[str | Table]:
     """All of it, as `octavo advise` prints it: lines and tables."""
-    yield _title(advice)
+    load, ceilings = advice.workload, advice.gpu.ceilings
+    asked = f"{advice.model.name} ({advice.model.parts}) on {advice.gpu.name}"
+    if advice.model.step is None:
+        asked += f", {load.concurrency} × {load.context:,} tokens"
+    rates = f"{ceilings.gb_per_s:,.0f} GB/s, {ceilings.bf16_tflops:,.0f} TFLOP/s in BF16"
+    rates += f" and {ceilings.fp8_tflops:,.0f} in FP8" if ceilings.fp8_tflops else ""
+    yield f"{asked}\n{rates}: {ceilings.source}"
     yield from _tables(advice)
     yield from _sentences(advice)
     yield "\nRecipe (recipe.toml)"
@@ -236,24 +249,15 @@ def told(advice: Advice) -> Iterator[str | Table]:
 
 
 def decoder_warnings(
-    predictor: Predictor,
-    model: ModelShape,
-    workload: Workload,
-    plans: Sequence[DecoderPlan],
-    chosen: DecoderPlan,
+    advice: Advice, predictor: Predictor, plans: Sequence[DecoderPlan], chosen: DecoderPlan
 ) -> Iterator[str]:
     """Warnings about a language model; plans: all that can run on this GPU, BF16 first."""
-    assert model.decoder is not None
-    first = plans[0]
-    work = model.decoder
-    if work.max_length is not None and workload.context + workload.output_len > work.max_length:
-        yield (
-            f"The model was made for {work.max_length:,} tokens, fewer than "
-            f"{workload.context + workload.output_len:,}."
-        )
-    has_cache = any(plan.is_kv_fp8 for plan in plans)
-    if has_cache:
-        yield from _break_even(predictor, model, workload, first)
+    model, workload, first = advice.model, advice.workload, plans[0]
+    assert (work := model.decoder) is not None
+    if work.max_length is not None and workload.length > work.max_length:
+        yield f"The model was made for {work.max_length:,} tokens, fewer than {workload.length:,}."
+    if any(plan.is_kv_fp8 for plan in plans):
+        yield from _break_even(advice, predictor, first)
     if work.experts is not None:
         yield "Experts are counted as bytes and flops alone: no model with experts has a record."
     if chosen.is_linear_fp8 and not predictor.has_record(chosen):
@@ -287,12 +291,10 @@ def decoder_warnings(
     )
 
 
-def _break_even(
-    predictor: Predictor, model: ModelShape, workload: Workload, first: DecoderPlan
-) -> Iterator[str]:
+def _break_even(advice: Advice, predictor: Predictor, first: DecoderPlan) -> Iterator[str]:
     """Whether an FP8 cache pays at this context, and from which one on it does."""
+    model, workload, batch = advice.model, advice.workload, advice.workload.concurrency
     assert model.decoder is not None
-    batch = workload.concurrency
     plans = (first, DecoderPlan(is_kv_fp8=True, skips_windows=bool(model.decoder.windows)))
 
     def pays(context: int) -> bool:
@@ -329,9 +331,8 @@ def tower_warnings(is_fp8: bool, times: Mapping[str, float], host_ms: float) -> 
         )
 
 
-def step_warnings(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Warnings about a diffusion transformer."""
-    assert model.step is not None
+def step_warnings(work: "StepWork", fields: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about a diffusion transformer; fields: those of the recipe for it."""
     if not fields:
         return
     yield "Times are those of compiled blocks: without torch.compile, quantizing inputs costs more."
@@ -340,21 +341,17 @@ def step_warnings(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]
             "Scales are dynamic here. Static ones need no amax of each token, and in compiled "
             "blocks cost next to nothing: octavo calibrate --pipeline."
         )
-    yield from _modulation(model, fields)
-    optional = [why for why in model.step.kept.values() if "vllm-omni" in why]
-    if optional:
-        why = optional[0][0].upper() + optional[0][1:]
-        yield f'{why}; included_layers = ["img_mlp"] quantizes it as well.'
+        yield from _modulation(work)
+    for why in [why for why in work.kept.values() if "vllm-omni" in why][:1]:
+        yield f'{why[0].upper()}{why[1:]}; included_layers = ["img_mlp"] quantizes it as well.'
     yield "See what FP8 does to pictures before you serve it: octavo eval images."
 
 
-def _modulation(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
+def _modulation(work: "StepWork") -> Iterator[str]:
     """Layers that see one token hold weights that FP8 alone would halve."""
-    assert model.step is not None
-    kept = model.step.kept
-    found = [one for one in model.step.linear if kept.get(one.name, "").startswith("modulation")]
+    found = [x for x in work.linear if work.kept.get(x.name, "").startswith("modulation")]
     num_bytes = sum(2 * one.num_weights for one in found)
-    if "linear" not in fields or num_bytes < MIN_MODULATION * model.step.weight_bytes:
+    if num_bytes < MIN_MODULATION * work.weight_bytes:
         return
     names = dict.fromkeys(re.sub(r"^.*?\.[0-9]+\.|(\.[0-9]+)+$", "", one.name) for one in found)
     patterns = ", ".join(f'"{name}"' for name in names)
@@ -364,11 +361,9 @@ def _modulation(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def record_warnings(
-    predictor: Predictor, model: ModelShape, fields: Mapping[str, Any]
-) -> Iterator[str]:
+def record_warnings(advice: Advice, predictor: Predictor) -> Iterator[str]:
     """What stored records say of this model's quality, and how sure the times are."""
-    gpu, speeds, name = predictor.gpu, predictor.speeds, model.name
+    model, speeds = advice.model, predictor.speeds
     if model.unknown_tower is not None:
         yield f"The vision tower stays as it is, its cost is not known: {model.unknown_tower}."
     if model.quantized is not None:
@@ -383,12 +378,13 @@ def record_warnings(
         )
     elif speeds.is_borrowed:
         yield (
-            f"There are no records of kernels on {gpu.name}: times take the shares of the ceilings "
-            f"that they reach on {speeds.source.name}. octavo bench kernels on one makes some."
+            f"There are no records of kernels on {advice.gpu.name}: times take the shares of the "
+            f"ceilings that they reach on {speeds.source.name}. octavo bench kernels on one makes "
+            "some."
         )
-    if not fields:
+    if not advice.fields:
         return
-    rows = [row for row in predictor.records if row.case.get("model") == name]
+    rows = [row for row in predictor.records if row.case.get("model") == model.name]
     rated = [row for row in rows if "recovery_percent" in row.values]
     low = [row for row in rated if row.values["recovery_percent"] < MIN_RECOVERY_PERCENT]
     if low:

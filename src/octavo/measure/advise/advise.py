@@ -4,7 +4,6 @@ Each part of a model is decided by itself: a language model's cache and linear l
 of a vision tower, and linear layers and attention of a diffusion transformer.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,19 +12,18 @@ from octavo.measure.advise.advice import (
     Advice,
     Expectation,
     MemoryRow,
-    Part,
     decoder_warnings,
     record_warnings,
     step_warnings,
     tower_warnings,
 )
-from octavo.measure.advise.cost import Cost, DecoderPlan
+from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.memory import cache_memory
 from octavo.measure.advise.predict import STEP_RECIPES, Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.records import Measurement
-from octavo.recipe import KvCacheSettings, Recipe
+from octavo.recipe import KvCacheSettings
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.model_work import DecoderWork
@@ -41,29 +39,28 @@ BASELINE = DecoderPlan(prefill_impl="fastest")
 _Choice = TypeVar("_Choice")
 
 
-def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_decoder(advice: Advice, predictor: Predictor) -> None:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
-    asked = _Decoder(predictor, model, workload)
+    model, load = advice.model, advice.workload
+    asked = _Decoder(predictor, model, load)
     plans = [BASELINE, *asked.candidates()]
-    times = {plan: predictor.requests(model, plan, workload).ms for plan in plans}
+    times = {plan: predictor.requests(model, plan, load).ms for plan in plans}
     with_cache = {plan: ms for plan, ms in times.items() if plan.is_kv_fp8}
     chosen = _least_changed(times)
-    reasons = asked.kv_reasons(plans, chosen)
-    has_room = asked.num_fitting(DecoderPlan()) >= workload.concurrency
+    advice.reasons += asked.kv_reasons(plans, chosen)
+    has_room = asked.num_fitting(DecoderPlan()) >= load.concurrency
     if not has_room and not chosen.is_kv_fp8 and with_cache:
         chosen = _least_changed(with_cache)
-        reasons.append(
-            f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
-            f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
+        advice.reasons.append(
+            f"{load.concurrency} sequences of {load.context:,} tokens do not fit in BF16 on "
+            f"{advice.gpu.name}: an FP8 cache makes room for twice as many."
         )
-    warnings = decoder_warnings(predictor, model, workload, plans, chosen)
-    return Part(
-        asked.fields(chosen),
-        tuple(asked.expectations(chosen)),
-        tuple(asked.memory(chosen)),
-        (*reasons, *asked.linear_reasons(chosen)),
-        (*asked.room_warnings(chosen), *warnings),
-    )
+    advice.reasons += asked.linear_reasons(chosen)
+    advice.fields |= asked.fields(chosen)
+    advice.expectations += asked.expectations(chosen)
+    advice.memory += asked.memory(chosen)
+    advice.warnings += asked.room_warnings(chosen)
+    advice.warnings += decoder_warnings(advice, predictor, plans, chosen)
 
 
 def _least_changed(times: Mapping[_Choice, float]) -> _Choice:
@@ -90,14 +87,10 @@ class _Decoder:
         speeds = self.predictor.speeds
         if not speeds.gpu.has_fp8:
             return
-        needed = (
-            ("append_kv", "BF16 to FP8"),
-            ("decode_attention", "BF16 to FP8"),
-            ("prefill_attention", "FP8"),
-        )
-        own = {speeds.selected(op, operands, self.work.head_dim) for op, operands in needed}
+        writes = {"append_kv": "BF16 to FP8", "decode_attention": "BF16 to FP8"}
+        has_kernels = speeds.has_kernels(self.work.head_dim, **writes, prefill_attention="FP8")
         caches = [(False, False)]
-        if self.model.uncached is None and not own & {"reference", "none"}:
+        if self.model.uncached is None and has_kernels:
             caches += [(True, True)] * bool(self.work.windows) + [(True, False)]
         for is_linear in (False, True) if _has_plain_linear(self.model) else (False,):
             for is_kv, skips in caches:
@@ -121,21 +114,19 @@ class _Decoder:
         """Times of a token, a prompt and the whole workload."""
         load, plans, predictor = self.workload, (BASELINE, chosen), self.predictor
         at = f"{load.concurrency} × {load.context:,} tokens"
-        yield expectation(
-            f"a token (ITL), {at}", *(predictor.token(self.model, plan, load) for plan in plans)
-        )
+        tokens = (predictor.token(self.model, plan, load) for plan in plans)
+        yield Expectation(f"a token (ITL), {at}", *tokens)
         prompts = (predictor.prefill(self.model, plan, load.context) for plan in plans)
-        yield expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
-        before, after = (predictor.requests(self.model, plan, load).ms for plan in plans)
+        yield Expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
+        requests = (predictor.requests(self.model, plan, load) for plan in plans)
         what = f"{load.concurrency} × ({load.context:,} + {load.output_len:,}) tokens"
-        yield Expectation(f"all of {what}", before, after, {}, {})
+        yield Expectation(f"all of {what}", *requests, has_parts=False)
 
     def cache_bytes(self, plan: DecoderPlan) -> int:
         """Of one sequence."""
         settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
         skips = [SLIDING] if plan.skips_windows else []
-        length = self.workload.context + self.workload.output_len
-        return cache_memory(self.work.layers, length, settings, skips).sequence
+        return cache_memory(self.work.layers, self.workload.length, settings, skips).sequence
 
     def weight_bytes(self, plan: DecoderPlan) -> int:
         """Of the language model and the vision tower."""
@@ -161,17 +152,16 @@ class _Decoder:
 
     def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
         """Bytes of weights and cache, and how many sequences fit."""
-        length = self.workload.context + self.workload.output_len
         share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
         sizes = (
             ("weights", self.weight_bytes, True),
-            (f"KV cache of a sequence of {length:,} tokens", self.cache_bytes, True),
+            (f"KV cache of a sequence of {self.workload.length:,} tokens", self.cache_bytes, True),
             (f"such sequences that fit in {share}", self.num_fitting, False),
         )
         for what, of, is_bytes in sizes:
             yield MemoryRow(what, of(DecoderPlan()), of(chosen), is_bytes)
 
-    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> list[str]:
+    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> Iterator[str]:
         """Why the cache is in FP8, or not."""
         load = self.workload
         share = self.predictor.token(self.model, plans[0], load).percent("keys and values")
@@ -180,38 +170,37 @@ class _Decoder:
             f"{load.concurrency} × {load.context:,} tokens"
         )
         if self.model.uncached is not None:
-            return [f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."]
-        if not any(plan.is_kv_fp8 for plan in plans):
-            return [f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."]
-        if not chosen.is_kv_fp8:
-            return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
-        found = [f"{text}; FP8 reads half of the bytes."]
+            yield f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."
+        elif not any(plan.is_kv_fp8 for plan in plans):
+            yield f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."
+        elif not chosen.is_kv_fp8:
+            yield f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."
+        else:
+            yield f"{text}; FP8 reads half of the bytes."
         if chosen.skips_windows:
             windows = " and ".join(map(str, self.work.windows))
-            found.append(
+            yield (
                 f"Layers with a window of {windows} tokens are skipped: what they read does not "
                 "grow with the context, FP8 gains nothing there, and BF16 keeps them exact."
             )
-        return found
 
-    def linear_reasons(self, chosen: DecoderPlan) -> list[str]:
+    def linear_reasons(self, chosen: DecoderPlan) -> Iterator[str]:
         """Why linear layers are in FP8, or not."""
-        work = self.work
+        before, after = self.work.weight_bytes / 1e9, self.work.fp8_weight_bytes / 1e9
         if not self.predictor.gpu.has_fp8:
-            return [_without_fp8(self.predictor)]
-        if not _has_plain_linear(self.model):
-            return [f"Linear layers stay as the checkpoint has them: {self.model.quantized}."]
-        if not chosen.is_linear_fp8:
-            return ["FP8 linear layers would gain less than 1 % here."]
-        before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
-        found = [
-            f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, "
-            "which tokens read, and prompts multiply at twice BF16's peak. The output head stays "
-            "in BF16."
-        ]
-        if work.experts is not None:
-            found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
-        return found
+            yield _without_fp8(self.predictor)
+        elif not _has_plain_linear(self.model):
+            yield f"Linear layers stay as the checkpoint has them: {self.model.quantized}."
+        elif not chosen.is_linear_fp8:
+            yield "FP8 linear layers would gain less than 1 % here."
+        else:
+            yield (
+                f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} "
+                "GB, which tokens read, and prompts multiply at twice BF16's peak. The output head "
+                "stays in BF16."
+            )
+            if self.work.experts is not None:
+                yield "Experts in one tensor are not plain linear layers: they stay in BF16."
 
 
 def _has_plain_linear(model: ModelShape) -> bool:
@@ -219,47 +208,35 @@ def _has_plain_linear(model: ModelShape) -> bool:
     return model.quantized in (None, "mxfp4")
 
 
-def expectation(what: str, before: Cost, after: Cost) -> Expectation:
-    """Two costs as one row."""
-    sources = tuple(sorted({*before.based_on, *after.based_on}))
-    if before.is_host_bound or after.is_host_bound:  # the host's time is not made of these parts
-        note = "launches on the host take longer than the GPU: FP8 does not help"
-        return Expectation(what, before.ms, after.ms, {}, {}, sources, note)
-    parts = [{name: ms * one.factor for name, ms in one.parts.items()} for one in (before, after)]
-    return Expectation(what, before.ms, after.ms, parts[0], parts[1], sources)
-
-
-def choose_other(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_other(advice: Advice, predictor: Predictor) -> None:
     """Linear layers alone, of a language model whose times octavo cannot compute."""
-    assert model.other is not None
-    work = model.other
-    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(model)
+    assert (work := advice.model.other) is not None
+    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(advice.model)
     is_fp8 = has_linear and predictor.gpu.has_fp8
-    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
-    reasons = [f"Times are not predicted, and the cache stays as it is: {work.uncached}."]
-    if is_fp8:
-        reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
-    elif has_linear:
-        reasons.append(_without_fp8(predictor))
-    return Part(
-        {"linear": "fp8"} if is_fp8 else {},
-        memory=(MemoryRow("weights", work.weight_bytes, after),),
-        reasons=tuple(reasons),
+    advice.reasons.append(
+        f"Times are not predicted, and the cache stays as it is: {work.uncached}."
     )
+    if is_fp8:
+        advice.fields["linear"] = "fp8"
+        advice.reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
+    elif has_linear:
+        advice.reasons.append(_without_fp8(predictor))
+    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
+    advice.memory.append(MemoryRow("weights", work.weight_bytes, after))
 
 
 def _without_fp8(predictor: Predictor) -> str:
     return f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."
 
 
-def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_tower(advice: Advice, predictor: Predictor) -> None:
     """Attention of a vision tower in FP8, or in BF16 by octavo's fused path."""
+    model, workload = advice.model, advice.workload
     assert model.tower is not None
     case: dict[str, Any] = {"size": workload.image_size, "num_images": workload.num_images}
     names = ["bf16", "fused-bf16"]
-    ops = (("quantize_qkv", "BF16 to FP8"), ("attention", "FP8"))
-    own = {predictor.speeds.selected(op, kind, model.tower.head_dim) for op, kind in ops}
-    if predictor.gpu.has_fp8 and not own & {"reference", "none"}:
+    ops = {"quantize_qkv": "BF16 to FP8", "attention": "FP8"}
+    if predictor.gpu.has_fp8 and predictor.speeds.has_kernels(model.tower.head_dim, **ops):
         names += ["dynamic", "static"]
     found = {name: predictor.tower(model, name, **case) for name in names}
     times = {name: one.ms for name, one in found.items()}
@@ -274,50 +251,42 @@ def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) ->
         why = f"FP8 itself makes the tower {gain:.2f} times as fast as that path in BF16."
     elif "dynamic" not in times:
         why = f"octavo has no FP8 attention for {predictor.gpu.name}."
-    reasons = (
+    advice.reasons += (
         f"Attention is {found['bf16'].percent('attention')} of the vision tower's time in BF16; "
         "octavo's path splits, rotates and casts q, k and v in one pass.",
         why,
     )
     host_ms = model.tower.depth * predictor.host_ms_per_layer
-    return Part(
-        {"vision_attention": "fp8" if is_fp8 else "bf16"},
-        (expectation(what, found["bf16"], found[chosen]),),
-        reasons=reasons,
-        warnings=tuple(tower_warnings(is_fp8, times, host_ms)),
-    )
+    advice.fields["vision_attention"] = "fp8" if is_fp8 else "bf16"
+    advice.expectations.append(Expectation(what, found["bf16"], found[chosen]))
+    advice.warnings += tower_warnings(is_fp8, times, host_ms)
 
 
-def choose_step(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_step(advice: Advice, predictor: Predictor) -> None:
     """Linear layers and attention of a diffusion transformer."""
-    assert model.step is not None
+    assert (work := advice.model.step) is not None
     names = list(STEP_RECIPES) if predictor.gpu.has_fp8 else ["bf16"]
-    found = {name: predictor.step(model, name) for name in names}
+    found = {name: predictor.step(advice.model, name) for name in names}
     chosen = _least_changed({name: one.ms for name, one in found.items()})
     is_linear, is_fp8 = STEP_RECIPES[chosen]
     fields = {name: "fp8" for name, on in (("linear", is_linear), ("attention", is_fp8)) if on}
     linear, attention = map(found["bf16"].percent, ("linear layers", "attention"))
-    reasons = [
-        f"Of a step in BF16, linear layers are {linear} and attention {attention} "
-        f"({model.step.about})."
-    ]
+    advice.reasons.append(
+        f"Of a step in BF16, linear layers are {linear} and attention {attention} ({work.about})."
+    )
     if is_linear:
-        kept = Counter(why.partition(":")[0] for why in model.step.kept.values())
-        reasons.append(
-            "Linear layers that stay in BF16 without being asked: "
-            + ", ".join(kept)
-            + " (docs/reference/diffusion.md says why)."
+        kept = ", ".join(dict.fromkeys(why.partition(":")[0] for why in work.kept.values()))
+        advice.reasons.append(
+            f"Linear layers that stay in BF16 without being asked: {kept} "
+            "(docs/reference/diffusion.md says why)."
         )
     if not predictor.gpu.has_fp8:
-        reasons.append(_without_fp8(predictor))
-    after = model.step.fp8_weight_bytes if is_linear else model.step.weight_bytes
-    return Part(
-        fields,
-        (expectation("a step, compiled", found["bf16"], found[chosen]),),
-        (MemoryRow("weights of the transformer", model.step.weight_bytes, after),),
-        tuple(reasons),
-        tuple(step_warnings(model, fields)),
-    )
+        advice.reasons.append(_without_fp8(predictor))
+    after = work.fp8_weight_bytes if is_linear else work.weight_bytes
+    advice.fields |= fields
+    advice.expectations.append(Expectation("a step, compiled", found["bf16"], found[chosen]))
+    advice.memory.append(MemoryRow("weights of the transformer", work.weight_bytes, after))
+    advice.warnings += step_warnings(work, fields)
 
 
 def advise(
@@ -341,18 +310,10 @@ def advise(
         (model.step, choose_step),
         (model.other, choose_other),
     )
-    parts = [choose(predictor, model, workload) for has, choose in choices if has is not None]
-    fields = {name: value for part in parts for name, value in part.fields.items()}
-    warnings = [text for text in (model.note, gpu.caution) if text is not None]
-    warnings += [text for part in parts for text in part.warnings]
-    return Advice(
-        model,
-        gpu,
-        workload,
-        served,
-        Recipe(**fields),
-        expectations=tuple(one for part in parts for one in part.expectations),
-        memory=tuple(row for part in parts for row in part.memory),
-        reasons=tuple(text for part in parts for text in part.reasons),
-        warnings=(*warnings, *record_warnings(predictor, model, fields)),
-    )
+    advice = Advice(model, gpu, workload, served)
+    advice.warnings += [text for text in (model.note, gpu.caution) if text is not None]
+    for has, choose in choices:
+        if has is not None:
+            choose(advice, predictor)
+    advice.warnings += record_warnings(advice, predictor)
+    return advice

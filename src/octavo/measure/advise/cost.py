@@ -6,7 +6,7 @@ fitted to whole models here (predict.py does that, with other models' records).
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -52,6 +52,11 @@ class Cost:
         """The time that is expected."""
         return self.total_ms * self.factor
 
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """The parts of that time; none of a host's, which is not made of them."""
+        return {name: ms * self.factor for name, ms in self.parts.items() if not self.is_host_bound}
+
     def percent(self, part: str) -> str:
         """A part's share, as a whole number."""
         return f"{100 * self.parts[part] / self.total_ms:.0f} %"
@@ -71,11 +76,6 @@ class DecoderPlan:
         is_skipped = self.skips_windows and layer.window is not None
         return "FP8" if self.is_kv_fp8 and not is_skipped else "BF16"
 
-    @property
-    def linear_operands(self) -> str:
-        """Those of linear layers that a recipe reaches."""
-        return "FP8" if self.is_linear_fp8 else "BF16"
-
     def __str__(self) -> str:
         names = ["fp8" if self.is_kv_fp8 else "auto"]
         names += ["linear"] * self.is_linear_fp8 + ["skip=sliding_window"] * self.skips_windows
@@ -83,9 +83,13 @@ class DecoderPlan:
 
 
 @lru_cache(maxsize=64)
-def _alike(linear: "tuple[LinearWork, ...]") -> "Mapping[tuple[int, int, int, bool], int]":
-    """How many layers have the same inputs, outputs, rows and reach: most do."""
-    return Counter((one.inputs, one.outputs, one.rows, one.is_reached) for one in linear)
+def _alike(
+    linear: "tuple[LinearWork, ...]", is_fp8: bool
+) -> Sequence[tuple[str, int, int, int, int]]:
+    """Operands, inputs, outputs and rows of layers, and how many are the same: most are."""
+    names = ("BF16", "FP8")
+    alike = Counter((names[is_fp8 and x.is_reached], x.inputs, x.outputs, x.rows) for x in linear)
+    return [(*one, count) for one, count in alike.items()]
 
 
 @lru_cache(maxsize=64)
@@ -116,8 +120,7 @@ def decode_cost(
 
     linear_ms = product_ms("BF16", model.head.inputs, model.head.outputs)
     linear = _joined(model.linear) if plan.is_linear_fp8 else model.linear
-    for (inputs, outputs, _, is_reached), count in _alike(linear).items():
-        operands = plan.linear_operands if is_reached else "BF16"
+    for operands, inputs, outputs, _, count in _alike(linear, plan.is_linear_fp8):
         linear_ms += count * product_ms(operands, inputs, outputs)
     kv_ms = 0.0
     for layer in model.layers:
@@ -145,8 +148,7 @@ def prefill_cost(
         if not size or not times:
             continue
         linear_ms = speeds.product_ms("BF16", 1, model.head.inputs, model.head.outputs)
-        for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
-            operands = plan.linear_operands if is_reached else "BF16"
+        for operands, inputs, outputs, _, count in _alike(model.linear, plan.is_linear_fp8):
             linear_ms += count * speeds.product_ms(operands, size, inputs, outputs)
         if (experts := model.experts) is not None:
             rows = size * experts.num_per_token
@@ -155,17 +157,8 @@ def prefill_cost(
         parts["linear layers"] += times * linear_ms
         # What a linear layer writes, something else reads, and the other way round.
         parts["the rest"] += times * speeds.copy_ms(2.0 * size * width, len(model.linear))
-    for part, ms in _prompt_attention(model, speeds, plan, num_tokens).items():
-        parts[part] += ms
-    return Cost(parts)
-
-
-def _prompt_attention(
-    model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, num_tokens: int
-) -> Mapping[str, float]:
-    """Attention of all layers, pass by pass: each gathers all pages so far, windows or not."""
+    # Attention goes pass by pass: each gathers all pages so far, windows or not.
     stops = [*range(CHUNK, num_tokens, CHUNK), num_tokens]
-    parts = {"attention": 0.0, "pages gathered": 0.0, "the rest": 0.0}
     flops, sinks = 4.0 * model.num_heads * model.head_dim * num_tokens**2 / 2, model.has_sinks
     plain = speeds.attention_impl("BF16", flops, model.head_dim, plan.prefill_impl, has_sinks=sinks)
     # Without any record it is nobody's, and no peer's pages are laid out anew.
@@ -174,18 +167,18 @@ def _prompt_attention(
     for layer, count in alike.items():
         operands, head_dim = plan.kv_operands(layer), layer.head_dim
         is_fp8 = operands == "FP8"
-        impl, size = (None, 1) if is_fp8 else (plain, 2)
+        impl, value_bytes = (None, 1) if is_fp8 else (plain, 2)
         copies, launches = OWN_GATHER if is_fp8 or is_own else PEER_GATHER
         for start, stop in pairwise((0, *stops)):
             flops = 4.0 * model.num_heads * head_dim * _num_pairs(start, stop, layer.window)
             parts["attention"] += count * speeds.attention_ms(operands, flops, head_dim, impl)
-            num_bytes = 2.0 * stop * layer.num_kv_heads * head_dim * size
+            num_bytes = 2.0 * stop * layer.num_kv_heads * head_dim * value_bytes
             gather_ms = speeds.copy_ms(2 * copies * num_bytes, launches)
             parts["pages gathered"] += count * gather_ms
         if is_fp8:
             values = num_tokens * head_dim * (model.num_heads + 2 * layer.num_kv_heads)
             parts["the rest"] += count * speeds.quantize_ms(3.0 * values)
-    return parts
+    return Cost(parts)
 
 
 def _num_pairs(start: int, stop: int, window: int | None) -> float:
@@ -210,26 +203,19 @@ def tower_cost(
     )
     flops = 4.0 * model.num_heads * model.head_dim * num_images * patches**2
     operands = "FP8" if recipe in ("dynamic", "static") else "BF16"
-    attention_ms = speeds.encoder_ms(operands, flops, model.head_dim, recipe)
-    rest = model.other_bytes * total
-    if recipe == "bf16":
-        rest += model.attention_bytes * total
-    else:  # one pass over q, k and v splits and rotates them
-        rest += 2.0 * 3 * 2 * total * model.num_heads * model.head_dim
-    return Cost(
-        {
-            "linear layers": linear_ms,
-            "attention": model.depth * attention_ms,
-            "the rest": model.depth * speeds.copy_ms(rest),
-        }
-    )
+    attention_ms = model.depth * speeds.encoder_ms(operands, flops, model.head_dim, recipe)
+    # octavo's one pass over q, k and v splits and rotates them.
+    one_pass = 2.0 * 3 * 2 * model.num_heads * model.head_dim
+    attention_bytes = model.attention_bytes if recipe == "bf16" else one_pass
+    num_bytes = model.other_bytes * total + attention_bytes * total
+    rest_ms = model.depth * speeds.copy_ms(num_bytes)
+    return Cost({"linear layers": linear_ms, "attention": attention_ms, "the rest": rest_ms})
 
 
-def step_cost(model: "StepWork", speeds: Speeds, *, is_linear_fp8: bool, is_fp8: bool) -> Cost:
+def step_cost(model: "StepWork", speeds: Speeds, is_linear_fp8: bool, is_fp8: bool) -> Cost:
     """One step of a diffusion transformer, compiled; is_fp8: its attention."""
     linear_ms = rest_ms = attention_ms = 0.0
-    for (inputs, outputs, rows, is_reached), count in _alike(model.linear).items():
-        operands = "FP8" if is_linear_fp8 and is_reached else "BF16"
+    for operands, inputs, outputs, rows, count in _alike(model.linear, is_linear_fp8):
         linear_ms += count * speeds.product_ms(operands, rows, inputs, outputs)
         rest_ms += count * speeds.copy_ms(2.0 * rows * (inputs + outputs))
     for call in model.attention:

@@ -95,24 +95,14 @@ def find_gpu(name: str) -> Gpu:
 
 def _read(key: str, row: Mapping[str, Any]) -> Gpu:
     def roof(rates: Mapping[str, Any]) -> Roof:
-        return Roof(
-            row["name"],
-            rates["gb_per_s"],
-            rates["bf16_tflops"],
-            rates.get("fp8_tflops"),
-            rates["source"],
-        )
+        names = ("gb_per_s", "bf16_tflops", "fp8_tflops", "source")
+        values: Any = map(rates.get, names)
+        return Roof(row["name"], *values)
 
     major, minor = row["capability"]
-    return Gpu(
-        key=key,
-        name=row["name"],
-        capability=(major, minor),
-        num_sms=row["num_sms"],
-        memory_bytes=int(row["memory_gb"] * 1e9),
-        peak=roof(row),
-        measured=roof(row["measured"]) if "measured" in row else None,
-    )
+    memory_bytes = int(row["memory_gb"] * 1e9)
+    measured = roof(row["measured"]) if "measured" in row else None
+    return Gpu(key, row["name"], (major, minor), row["num_sms"], memory_bytes, roof(row), measured)
 
 
 # How far something was tried, in words, best first.

@@ -5,25 +5,17 @@ what advice cannot know; advice takes a model's own records first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.measure.advise.advice import Advice, how_to_run, recipe_text
+from octavo.measure.advise import predict
+from octavo.measure.advise.advice import Advice, Expectation, how_to_run, recipe_text
 from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
-from octavo.measure.advise.predict import (
-    STEP_RECIPES,
-    Predictor,
-    is_whole,
-    load_of,
-    newest,
-    plan_of,
-    shape_of,
-    step_shape,
-)
+from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
@@ -35,39 +27,20 @@ if TYPE_CHECKING:
     from octavo.kernels.device import Device
     from octavo.measure.bench.benchmark import Objection
 
-OP = "advise"
 HOST_BOUND = "bound by launches on the host: not predicted"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A speed-up over BF16; predicted is None where none can be said, and `note` says why."""
-
-    model: str
-    what: str
-    row: str
-    measured: float
-    predicted: float | None
-    note: str = ""
-
-    @property
-    def error_percent(self) -> float | None:
-        """How far the prediction is from what was measured."""
-        if self.predicted is None:
-            return None
-        return 100 * (self.predicted / self.measured - 1)
 
 
 def compare(
     records: Sequence[Measurement], gpu: Gpu, model: str, *, is_left_out: bool = True
-) -> list[Compared]:
-    """All speed-ups of a model in records of this GPU.
+) -> list[Measurement]:
+    """All speed-ups over BF16 of a model in records of this GPU, as records for a report.
 
+    Each has the prediction beside what was measured; a note says why one has none.
     is_left_out: predict without the model's own records.
     """
     predictor = Predictor(records, gpu, leave_out=[model] if is_left_out else [])
     own = [row for row in records if row.case.get("model") == model]
-    rows = [row for row in newest(own) if row.machine.gpu == gpu.name]
+    rows = [row for row in predict.newest(own) if row.machine.gpu == gpu.name]
     makers = (_compare_latency, _compare_throughput, _compare_encoder, _compare_steps)
     return [
         one
@@ -76,26 +49,12 @@ def compare(
     ]
 
 
-def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
+def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Measurement]:
     """All speed-ups of all models that records of this GPU have, each without its own records."""
     rows = [row for row in records if row.op in COMPARED_OPS and row.machine.gpu == gpu.name]
     names = dict.fromkeys(str(row.case["model"]) for row in rows)
-    known = [name for name in names if shape_of(name) is not None]
+    known = [name for name in names if predict.shape_of(name) is not None]
     return [one for name in known for one in compare(records, gpu, name)]
-
-
-def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> list[Measurement]:
-    """The same as records, for a report."""
-    record = partial(Measurement, op=OP, impl="predicted", machine=machine, command=command)
-    records = []
-    for one in compared:
-        case = {"model": one.model, "what": one.what, "row": one.row}
-        case |= {"note": one.note} if one.note else {}
-        values = {"measured_speedup": one.measured}
-        if one.predicted is not None and one.error_percent is not None:
-            values |= {"predicted_speedup": one.predicted, "error_percent": one.error_percent}
-        records.append(record(case=case, values=values))
-    return records
 
 
 def advice_records(advice: Advice, command: str) -> list[Measurement]:
@@ -121,9 +80,9 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
     records = []
     for one in advice.expectations:
         case = {**about, "what": one.what, **({"note": one.note} if one.note else {})}
-        values = {"before_ms": one.before_ms, "after_ms": one.after_ms}
-        values |= {} if one.speedup is None else {"speedup": one.speedup}
-        records.append(record(case=case, values=values))
+        times = {"before_ms": one.before.ms, "after_ms": one.after.ms, "speedup": one.speedup}
+        known = {name: value for name, value in times.items() if value is not None}
+        records.append(record(case=case, values=known))
     for row in advice.memory:
         unit = "bytes" if row.is_bytes else "count"
         values = {f"before_{unit}": row.before, f"after_{unit}": row.after}
@@ -132,22 +91,28 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
 
 
 def _model(row: Measurement) -> ModelShape:
-    found = shape_of(str(row.case["model"]))
+    found = predict.shape_of(str(row.case["model"]))
     if found is None:
         raise ConfigError(f"expected records of a model whose sizes are known, got {row.case}")
     return found
 
 
-def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Compared:
+def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Measurement:
     """A value of a record beside the ratio of two costs."""
-    is_bound = before.is_host_bound or after.is_host_bound
-    return Compared(
-        str(row.case["model"]),
-        what,
-        str(row.case.get("row", row.case.get("recipe"))),
-        row.values[value],
-        None if is_bound else before.ms / after.ms,
-        HOST_BOUND if is_bound else "",
+    name, speedup = row.case.get("row", row.case.get("recipe")), row.values[value]
+    case = {"model": str(row.case["model"]), "what": what, "row": str(name)}
+    values = {"measured_speedup": speedup}
+    if (predicted := Expectation(what, before, after).speedup) is None:
+        case["note"] = HOST_BOUND
+    else:
+        values |= {"predicted_speedup": predicted, "error_percent": 100 * (predicted / speedup - 1)}
+    return Measurement(
+        op="advise",
+        impl="predicted",
+        case=case,
+        values=values,
+        machine=row.machine,
+        command="octavo report",
     )
 
 
@@ -157,7 +122,7 @@ def _with_plans(
     """The records of whole models with a value; how the row that each is compared with ran, and
     how its own did. Of several rows of that name, the one of the same command counts.
     """
-    whole = [row for row in rows if is_whole(row, _model(row))]
+    whole = [row for row in rows if predict.is_whole(row, _model(row))]
     for row in whole:
         if value not in row.values:
             continue
@@ -167,12 +132,12 @@ def _with_plans(
                 f"expected a record of {row.baseline}, which {row.case} is compared with"
             )
         same = [one for one in named if one.command == row.command]
-        yield row, (plan_of((same or named)[0]), plan_of(row))
+        yield row, (predict.plan_of((same or named)[0]), predict.plan_of(row))
 
 
-def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "itl_speedup"):
-        model, load = _model(row), load_of(row)
+        model, load = _model(row), predict.load_of(row)
         at = f"{load.context:,} tokens"
         at = at if load.concurrency == 1 else f"{load.concurrency} × {at}"
         tokens = (predictor.token(model, plan, load) for plan in plans)
@@ -182,9 +147,9 @@ def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
             yield _compared(row, "ttft_speedup", f"TTFT at {at}", *prompts)
 
 
-def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "output_throughput_gain"):
-        load, number = load_of(row), int(row.case["num_prompts"])
+        load, number = predict.load_of(row), int(row.case["num_prompts"])
         costs = (predictor.requests(_model(row), plan, load, number) for plan in plans)
         what = f"output tokens/s, {load.concurrency} × {load.context:,} tokens"
         yield _compared(row, "output_throughput_gain", what, *costs)
@@ -192,15 +157,14 @@ def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> It
 
 def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
     """Each recipe by its fastest way to run, graphs or none; names: what else tells cases apart."""
-    best: dict[tuple[Scalar, ...], Measurement] = {}
-    for row in rows:
-        key = (row.case["recipe"], *(row.case.get(name, "all") for name in names))
-        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-            best[key] = row
-    return list(best.values())
+    keys = [(row.case["recipe"], *(row.case.get(name, "all") for name in names)) for row in rows]
+    fastest: dict[object, Measurement] = dict(zip(keys, rows, strict=True))
+    for key, row in zip(keys, rows, strict=True):
+        fastest[key] = max(fastest[key], row, key=lambda one: one.values["speedup"])
+    return list(fastest.values())
 
 
-def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Each recipe over the fastest stock tower."""
     quantized = [row for row in rows if row.case["recipe"] != "bf16" and "speedup" in row.values]
     for row in _fastest(quantized, "resolution", "images"):
@@ -214,12 +178,12 @@ def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
         yield _compared(row, "speedup", what, *costs)
 
 
-def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Each recipe over the fastest in BF16."""
-    recipes = STEP_RECIPES.keys() - {"bf16"}
+    recipes = predict.STEP_RECIPES.keys() - {"bf16"}
     compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
     for row in _fastest(compiled, "layers"):
-        if (model := step_shape(row)) is None:
+        if (model := predict.step_shape(row)) is None:
             continue
         layers = str(row.case.get("layers", "all"))
         blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
@@ -234,14 +198,8 @@ MAX_BATCHED_TOKENS = 8192
 # Blocks of each kind that a diffusion transformer is measured with.
 NUM_BLOCKS = 2
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Records, and who could not take part: name and reason."""
-
-    records: tuple[Measurement, ...] = ()
-    failures: tuple[tuple[str, str], ...] = ()
+# Records, and who could not take part: name and reason.
+Measured = tuple[list[Measurement], list[tuple[str, str]]]
 
 
 def decoder_rows(model: ModelShape) -> list[str]:
@@ -254,14 +212,14 @@ def decoder_rows(model: ModelShape) -> list[str]:
 def check_measurable(model: ModelShape, gpu: Gpu, workload: Workload, device: "Device") -> None:
     """Raise unless this machine has the GPU that was asked about."""
     rows = "" if model.decoder is None else ", ".join(decoder_rows(model))
-    at = f"{workload.concurrency} × {workload.context:,} ({rows})"
-    benchmarks = {
-        f"the engine's latency at {at}": model.decoder,
-        "the vision tower in BF16 and FP8": model.tower,
-        "a step of the diffusion transformer in BF16 and FP8": model.step,
-    }
-    what = "; ".join(words for words, part in benchmarks.items() if part is not None)
     if device.capability is None:
+        at = f"{workload.concurrency} × {workload.context:,} ({rows})"
+        benchmarks = {
+            f"the engine's latency at {at}": model.decoder,
+            "the vision tower in BF16 and FP8": model.tower,
+            "a step of the diffusion transformer in BF16 and FP8": model.step,
+        }
+        what = "; ".join(words for words, part in benchmarks.items() if part is not None)
         raise UnsupportedError(
             f"--measure needs a CUDA GPU, got none here: cannot measure {what}. Leave --measure "
             f"out, or run this on {gpu.name}"
@@ -296,10 +254,10 @@ def measure(
         if part is not None:
             on_progress(what)
             for measured, failed in run(model, workload, device, name, command):
-                # Under the name by which advice knows the model.
-                records += [replace(r, case={**r.case, "model": model.name}) for r in measured]
+                records += measured
                 failures += failed
-    return Measured(tuple(records), tuple(failures))
+    # Under the name by which advice knows the model.
+    return [replace(r, case={**r.case, "model": model.name}) for r in records], failures
 
 
 def measured_output_len(workload: Workload) -> int:

@@ -6,11 +6,12 @@ do to keys and values.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.calibration.observers import CalibrationSettings, Histogram
+from octavo.calibration.observers import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.cache_layers import CachedModel, CacheLayer
@@ -56,10 +57,9 @@ def cache_memory(
     }
     per_token = rings = token_scales = static_scales = sequence = 0
     for layer in layers:
-        is_fp8 = settings is not None and layer.name not in skipped
-        has_token_scales = is_fp8 and settings is not None and settings.granularity == "token"
-        scale_bytes = 2 * layer.num_kv_heads * SCALE_BYTES if has_token_scales else 0
-        value_bytes = 1 if is_fp8 else BF16_BYTES
+        per = None if settings is None or layer.name in skipped else settings.granularity
+        scale_bytes = 2 * layer.num_kv_heads * SCALE_BYTES if per == "token" else 0
+        value_bytes = BF16_BYTES if per is None else 1
         token_bytes = 2 * layer.num_kv_heads * layer.head_dim * value_bytes + scale_bytes
         num_stored = layer.num_stored(context)
         sequence += num_stored * token_bytes
@@ -68,9 +68,8 @@ def cache_memory(
             per_token += token_bytes
         else:
             rings += num_stored * token_bytes
-        if is_fp8 and settings is not None and settings.granularity != "token":
-            is_head = settings.granularity == "head"
-            static_scales += 2 * SCALE_BYTES * (layer.num_kv_heads if is_head else 1)
+        if per in ("tensor", "head"):
+            static_scales += 2 * SCALE_BYTES * (layer.num_kv_heads if per == "head" else 1)
     return CacheMemory(per_token, rings, token_scales, static_scales, sequence)
 
 
@@ -135,7 +134,7 @@ def _gib(num_bytes: int) -> str:
 LOW_SQNR_DB = 25.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerCheck:
     """One layer's keys and values at scale 1.0; the largest ones are of the model as it is.
 
@@ -149,16 +148,16 @@ class LayerCheck:
     keys_saturated: int
     values_saturated: int
     num_nonfinite: int
-    key_sqnr_db: float | None
-    value_sqnr_db: float | None
+    key_sqnr_db: float | None = None
+    value_sqnr_db: float | None = None
 
     @property
     def verdict(self) -> str:
         """Whether a value saturates or is none, or values are so small that few bits are left."""
         if self.keys_saturated + self.values_saturated + self.num_nonfinite > 0:
             return "breaks"
-        known = (db for db in (self.key_sqnr_db, self.value_sqnr_db) if db is not None)
-        return "coarse" if any(db < LOW_SQNR_DB for db in known) else "fine"
+        both = (self.key_sqnr_db, self.value_sqnr_db)
+        return "coarse" if any(db is not None and db < LOW_SQNR_DB for db in both) else "fine"
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     """Run a model over windows of a text: as it is, then with an FP8 cache and scales of 1.0."""
     if not windows:
         raise ConfigError("expected one window or more, got none")
-    model = text_model.model
-    lists = [window.tolist() for window in windows]
+    model, lists = text_model.model, [window.tolist() for window in windows]
     observed = observe_windows(model, lists, CalibrationSettings()).layers
     seen = {name: layer for name, layer in observed.items() if layer is not None}
     apply_(model, Recipe(kv_cache={"format": format, "scaling": "unit"}))
@@ -197,45 +195,24 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     indices = {layer.name: layer.index or 0 for layer in as_patterns_see(model)}
     layers = []
     for name, observer in seen.items():
-        key, value = observer.parts["k"], observer.parts["v"]
-        keys_saturated, values_saturated = saturated[name]
-        layers.append(
-            LayerCheck(
-                name=name,
-                index=indices[name],
-                key_amax=float(key.amax.max()),
-                value_amax=float(value.amax.max()),
-                keys_saturated=keys_saturated,
-                values_saturated=values_saturated,
-                num_nonfinite=int(key.num_nonfinite + value.num_nonfinite),
-                key_sqnr_db=_sqnr_db(key, format),
-                value_sqnr_db=_sqnr_db(value, format),
-            )
-        )
+        parts = [observer.parts["k"], observer.parts["v"]]
+        amaxes = [float(part.amax.max()) for part in parts]
+        num_nonfinite = sum(int(part.num_nonfinite) for part in parts)
+        sqnr = [part.sqnr_db(torch.ones_like(part.amax)) for part in parts if format == "e4m3"]
+        found: Any = (*amaxes, *saturated[name], num_nonfinite, *sqnr)
+        layers.append(LayerCheck(indices[name], name, *found))
     num_tokens = sum(len(window) for window in windows)
     return KvCheck(text_model.name, num_tokens, format, tuple(layers))
 
 
-def _sqnr_db(part: Histogram, format: str) -> float | None:
-    return part.sqnr_db(torch.ones_like(part.amax)) if format == "e4m3" else None
-
-
 def check_table(check: KvCheck) -> Table:
     """Every layer, and what is wrong with it."""
+    header: tuple[str, ...] = ("layer", "largest key", "largest value", "keys beyond")
+    header += ("values beyond", "not finite", "keys (dB)", "values (dB)", "verdict")
+    form = f"an FP8 KV cache ({check.format}) with scales of 1.0"
     return Table(
-        caption=f"{check.model}: {check.num_tokens} tokens through an FP8 KV cache "
-        f"({check.format}) with scales of 1.0",
-        header=(
-            "layer",
-            "largest key",
-            "largest value",
-            "keys beyond",
-            "values beyond",
-            "not finite",
-            "keys (dB)",
-            "values (dB)",
-            "verdict",
-        ),
+        caption=f"{check.model}: {check.num_tokens} tokens through {form}",
+        header=header,
         rows=tuple((*astuple(layer)[1:], layer.verdict) for layer in check.layers),
     )
 
@@ -245,22 +222,22 @@ def kv_advice(check: KvCheck, model: str) -> list[str]:
     limit = format_named(check.format).max
     largest = max(max(layer.key_amax, layer.value_amax) for layer in check.layers)
     broken, coarse = (
-        [str(layer.index) for layer in check.layers if layer.verdict == verdict]
+        " ".join(str(layer.index) for layer in check.layers if layer.verdict == verdict)
         for verdict in ("breaks", "coarse")
     )
     lines = []
     if broken:
         lines.append(
-            f"Scales of 1.0 break layers {' '.join(broken)}: what lies beyond {limit:g} is cut "
-            f"off. Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its "
-            'own scale (granularity "token"), or leave these layers as they are '
-            f"(--kv-cache-dtype-skip-layers {' '.join(broken)})."
+            f"Scales of 1.0 break layers {broken}: what lies beyond {limit:g} is cut off. "
+            f"Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its own "
+            'scale (granularity "token"), or leave these layers as they are '
+            f"(--kv-cache-dtype-skip-layers {broken})."
         )
     if any(layer.num_nonfinite for layer in check.layers):
         lines.append("Values that are not finite come from the model itself: no scale mends them.")
     if coarse:
         lines.append(
-            f"Layers {' '.join(coarse)} have values so small that scales of 1.0 leave them few "
+            f"Layers {coarse} have values so small that scales of 1.0 leave them few "
             f"bits (below {LOW_SQNR_DB:g} dB): calibrate them."
         )
     if not broken:

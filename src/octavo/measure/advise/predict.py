@@ -41,14 +41,14 @@ STEP_RECIPES = {
 
 @dataclass(frozen=True)
 class _Sample:
-    """A whole that was measured, beside the sum of its parts; plan: None of a diffusion step."""
+    """A whole that was measured, as a ratio to the sum of its parts."""
 
     model: str
     kind: str  # itl, ttft, or the recipe of a step
-    plan: DecoderPlan | None
-    length: int
-    batch: int
     ratio: float
+    plan: DecoderPlan = DecoderPlan()
+    length: int = 1
+    batch: int = 1
 
     def distance(self, length: int, batch: int) -> float:
         """How far another length and batch are."""
@@ -112,15 +112,13 @@ class Predictor:
         assert model.tower is not None
         found = tower_cost(model.tower, self.speeds, recipe, size=size, num_images=num_images)
         patches = num_images * model.tower.num_patches(*size)
-        own = [
-            row.values["median_ms"]
-            for row in self._of_gpu
-            if (row.op, row.case.get("model"), row.case.get("recipe"), row.values.get("tokens"))
-            == ("encoder", model.name, recipe, patches)
-        ]
+        wanted = ("encoder", model.name, recipe, patches)
+        names = ("op", "model", "recipe", "tokens")
+        own = [row for row in self._of_gpu if tuple(map(row.get, names)) == wanted]
         if not own:
             return found
-        return replace(found, factor=min(own) / found.total_ms, based_on=(model.name,))
+        own_ms = min(row.values["median_ms"] for row in own)
+        return replace(found, factor=own_ms / found.total_ms, based_on=(model.name,))
 
     def step(self, model: ModelShape, recipe: str) -> Cost:
         """One step of a diffusion transformer; recipe: of STEP_RECIPES."""
@@ -129,7 +127,11 @@ class Predictor:
         # Another model's share of attention may be quite different: its records say little.
         kind = f"step {recipe}", model.name
         own = [one for one in self._samples if (one.kind, one.model) == kind]
-        return _scaled(_step_cost(model, recipe, self.speeds), own, 1, 1)
+        return _scaled(self._step_cost(model, recipe), own, 1, 1)
+
+    def _step_cost(self, model: ModelShape, recipe: str) -> Cost:
+        assert model.step is not None
+        return step_cost(model.step, self.speeds, *STEP_RECIPES[recipe])
 
     def _corrected(
         self, found: Cost, name: str, kind: str, plan: DecoderPlan, length: int, batch: int
@@ -148,12 +150,9 @@ class Predictor:
     @cached_property
     def host_ms_per_layer(self) -> float:
         """The longest that a layer of a prompt took when prompts were short, in any record."""
+        latency = [row for row in self._of_gpu if row.op == "latency"]
         # Of one prompt: several at once are no short ones, and keep the GPU busy.
-        rows = [
-            row
-            for row in self._of_gpu
-            if row.op == "latency" and row.case.get("batch_size", 1) == 1
-        ]
+        rows = [row for row in latency if row.case.get("batch_size", 1) == 1]
         shortest = min((int(row.case["input_len"]) for row in rows), default=0)
         found = [
             row.values["median_ttft_ms"] / float(row.case["layers"])
@@ -170,13 +169,9 @@ class Predictor:
     @cached_property
     def _samples(self) -> list[_Sample]:
         """All whole models that were measured on this GPU."""
-        found: list[_Sample] = []
-        for row in self._of_gpu:
-            if row.op in ("latency", "throughput"):
-                found += self._decoder_samples(row)
-            elif row.op == "diffusion_step":
-                found += self._step_samples(row)
-        return found
+        makers = dict.fromkeys(("latency", "throughput"), self._decoder_samples)
+        makers["diffusion_step"] = self._step_samples
+        return [one for row in self._of_gpu if row.op in makers for one in makers[row.op](row)]
 
     def _decoder_samples(self, row: Measurement) -> Iterator[_Sample]:
         name = str(row.case["model"])
@@ -185,40 +180,29 @@ class Predictor:
             return
         plan, load = plan_of(row), load_of(row)
         length, batch = load.context, load.concurrency
-        token_ms = decode_cost(
-            model.decoder, self.speeds, plan, context=load.middle, batch=batch
-        ).ms
-        ratio = row.values["median_itl_ms"] / token_ms
+        token = decode_cost(model.decoder, self.speeds, plan, context=load.middle, batch=batch)
+        ratio = row.values["median_itl_ms"] / token.ms
         # A token's time does not depend on who attends to prompts.
-        yield _Sample(model.name, "itl", replace(plan, prefill_impl=None), length, batch, ratio)
+        yield _Sample(model.name, "itl", ratio, replace(plan, prefill_impl=None), length, batch)
         if row.op != "latency" or batch > 1:
             return
         prompt_ms = prefill_cost(model.decoder, self.speeds, plan, num_tokens=length).ms
         # Where the host decides, a prompt's time says nothing of the GPU.
         if prompt_ms >= self.host_ms_per_layer * len(model.decoder.layers):
             ratio = row.values["median_ttft_ms"] / prompt_ms
-            yield _Sample(model.name, "ttft", plan, length, 1, ratio)
+            yield _Sample(model.name, "ttft", ratio, plan, length)
 
     def _step_samples(self, row: Measurement) -> Iterator[_Sample]:
         recipe, model = str(row.case["recipe"]), step_shape(row)
         if recipe in STEP_RECIPES and model is not None and row.case.get("graphs"):
-            ratio = row.values["median_ms"] / _step_cost(model, recipe, self.speeds).ms
-            yield _Sample(model.name, f"step {recipe}", None, 1, 1, ratio)
-
-
-def _step_cost(model: ModelShape, recipe: str, speeds: Speeds) -> Cost:
-    assert model.step is not None
-    is_linear, is_fp8 = STEP_RECIPES[recipe]
-    return step_cost(model.step, speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
+            ratio = row.values["median_ms"] / self._step_cost(model, recipe).ms
+            yield _Sample(model.name, f"step {recipe}", ratio)
 
 
 def _scaled(found: Cost, rows: Sequence[_Sample], length: int, batch: int) -> Cost:
     """A cost times the mean ratio of the nearest sample of each model."""
-    nearest: dict[str, _Sample] = {}
-    for one in rows:
-        best = nearest.setdefault(one.model, one)
-        if one.distance(length, batch) < best.distance(length, batch):
-            nearest[one.model] = one
+    by_distance = sorted(rows, key=lambda one: one.distance(length, batch))
+    nearest = {one.model: one for one in reversed(by_distance)}
     if not nearest:
         return found
     ratio = statistics.geometric_mean(one.ratio for one in nearest.values())
@@ -236,33 +220,16 @@ def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
         DecoderPlan(),
     ]
 
-    def is_peer(one: DecoderPlan | None) -> bool:
-        return one is not None and one.prefill_impl is not None
-
-    for one in kin:
-        found = [row for row in rows if str(row.plan) == str(one)]
-        if found:
-            return [row for row in found if is_peer(row.plan) == is_peer(plan)] or found
-    return []
+    alike = ([row for row in rows if str(row.plan) == str(one)] for one in kin)
+    found = next(filter(None, alike), [])
+    is_own = plan.prefill_impl is None
+    return [row for row in found if (row.plan.prefill_impl is None) == is_own] or found
 
 
 # What tells one measurement of a whole model from another; the rest may change from run to run.
 _CASE = (
-    "model",
-    "row",
-    "input_len",
-    "output_len",
-    "batch_size",
-    "num_prompts",
-    "max_concurrency",
-    "resolution",
-    "images",
-    "recipe",
-    "graphs",
-    "compiled",
-    "layers",
-    "context",
-    "batch",
+    "op impl model row input_len output_len batch_size num_prompts max_concurrency resolution "
+    "images recipe graphs compiled layers context batch"
 )
 
 
@@ -270,7 +237,7 @@ def newest(records: Sequence[Measurement]) -> list[Measurement]:
     """The newest record of each measurement of a whole model; all records of kernels."""
     kernels = [row for row in records if "model" not in row.case]
     models = [row for row in records if "model" in row.case]
-    return [*kernels, *tables.newest(models, "op", "impl", *_CASE)]
+    return [*kernels, *tables.newest(models, *_CASE.split())]
 
 
 def plan_of(row: Measurement) -> DecoderPlan:
@@ -288,11 +255,8 @@ def load_of(row: Measurement) -> Workload:
     """What the engine did in a record of latency or throughput."""
     sizes = ("batch_size", "max_concurrency", "max_num_seqs")
     batch = next((size for name in sizes if (size := row.case.get(name))), 1)
-    return Workload(
-        context=int(row.case["input_len"]),
-        concurrency=int(batch),
-        output_len=int(row.case["output_len"]),
-    )
+    context, output_len = int(row.case["input_len"]), int(row.case["output_len"])
+    return Workload(context=context, concurrency=int(batch), output_len=output_len)
 
 
 @cache
@@ -304,18 +268,18 @@ def shape_of(name: str) -> ModelShape | None:
         return None
 
 
+def step_shape(row: Measurement) -> ModelShape | None:
+    """The shape that a record of a step is of."""
+    name = str(row.case["model"])
+    return None if shape_of(name) is None else _step_of(name, str(row.case.get("layers", "all")))
+
+
 @cache
 def _step_of(name: str, layers: str) -> ModelShape:
     from octavo.integrations.diffusers.full_size import named_step
 
     num_layers = tuple(map(int, re.findall(r"[0-9]+", layers)))  # of each kind; () is all
     return ModelShape(name, step=named_step(name, num_layers))
-
-
-def step_shape(row: Measurement) -> ModelShape | None:
-    """The shape that a record of a step is of."""
-    name = str(row.case["model"])
-    return None if shape_of(name) is None else _step_of(name, str(row.case.get("layers", "all")))
 
 
 def is_whole(row: Measurement, model: ModelShape) -> bool:

@@ -18,11 +18,7 @@ from octavo.measure.bench.cases import RESOLUTIONS
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.full_size import StepWork
-    from octavo.integrations.transformers.model_work import (
-        DecoderWork,
-        LanguageWork,
-        TowerWork,
-    )
+    from octavo.integrations.transformers.model_work import DecoderWork, LanguageWork, TowerWork
 
 
 # Our name: repositories on the hub with a model of these sizes. The list is not all there are.
@@ -68,9 +64,6 @@ def _spellings(known: Sequence[str]) -> dict[str, str]:
         for hub in HUB_NAMES.get(name, ()):
             found |= {hub.lower(): name, hub.lower().rpartition("/")[2]: name}
     return found
-
-
-CONFIG_FILES = ("config.json", "model_index.json")
 
 
 @dataclass(frozen=True)
@@ -133,8 +126,10 @@ def find_model(name: str) -> ModelShape:
     Names are those of `known_models`, on the hub (`HUB_NAMES`), and of families (`SHORT_NAMES`).
     Nothing is downloaded.
     """
-    if _has_config(Path(name)):
-        return _read_folder(Path(name))
+    path = Path(name)
+    files = [path, path / "config.json", path / "model_index.json", *path.glob("*.gguf")]
+    if any(file.is_file() for file in files):
+        return _read_folder(path)
     names = known_models()
     wanted = name.lower()
     known = {**_spellings(names), **SHORT_NAMES}.get(wanted)
@@ -143,8 +138,8 @@ def find_model(name: str) -> ModelShape:
         others = [n for n in names if n.startswith(f"{wanted}-") and n != known]
         note = f"{name} is taken as {known}; octavo also knows {', '.join(others)}."
         return replace(named_model(known), note=note if others and wanted in SHORT_NAMES else None)
-    if Path(name).exists():
-        return _read_folder(Path(name))
+    if path.exists():
+        return _read_folder(path)
     near = near_names(name, names)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     if not _diffusion_names():
@@ -153,11 +148,6 @@ def find_model(name: str) -> ModelShape:
         f"expected a model's folder or GGUF file, or a name of {', '.join(names)}; "
         f"got {name!r}.{hint}"
     )
-
-
-def _has_config(path: Path) -> bool:
-    files = (path / file for file in CONFIG_FILES)
-    return path.is_file() or any(file.is_file() for file in files) or any(path.glob("*.gguf"))
 
 
 def named_model(name: str) -> ModelShape:
@@ -263,6 +253,11 @@ class Workload:
         counts = (self.context, self.concurrency, self.output_len, self.num_images)
         if min(*counts, *self.image_size) < 1:
             raise ConfigError(f"expected sizes and counts of at least 1, got {self}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.context + self.output_len
 
     @property
     def middle(self) -> int:

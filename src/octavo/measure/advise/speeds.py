@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.measure.advise.gpus import REFERENCE, Gpu, find_gpu
 from octavo.measure.records import Measurement
@@ -59,11 +58,8 @@ class Speeds:
     def __init__(self, records: Sequence[Measurement], gpu: Gpu) -> None:
         is_own = any(row.op == "scaled_mm" and row.machine.gpu == gpu.name for row in records)
         self.gpu, self.source = gpu, gpu if is_own else find_gpu(REFERENCE)
-        self._rows = [
-            row
-            for row in records
-            if row.machine.gpu == self.source.name and "model" not in row.case
-        ]
+        of_source = [row for row in records if row.machine.gpu == self.source.name]
+        self._rows = [row for row in of_source if "model" not in row.case]
         self.has_records = bool(self._rows)
         self.is_borrowed = self.has_records and self.source.name != gpu.name
         self._found: dict[object, Speed] = {}
@@ -96,8 +92,16 @@ class Speeds:
         self, operands: str, flops: float, head_dim: int, impl: str | None = None
     ) -> float:
         """Attention of many queries; impl: "fastest", or one's name; None is octavo's own."""
-        name = self.attention_impl(operands, flops, head_dim, impl)
-        return self._attention(operands, name, head_dim).ms(flops, self._flops(operands))
+        key = (operands, self.attention_impl(operands, flops, head_dim, impl), head_dim)
+        if key not in self._found:
+            # One-level accumulation is not what octavo would be beside.
+            rows = self._of("attention", key[1], operands=operands)
+            rows = [row for row in rows if "levels" not in row.case]
+            found = self._fit(rows, f"attention {operands}", "flops", head_dim)
+            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
+            # slower, and a whole model is a load.
+            self._found[key] = replace(found, share=min(found.share, 1.0))
+        return self._found[key].ms(flops, self._flops(operands))
 
     def attention_impl(
         self,
@@ -113,26 +117,9 @@ class Speeds:
             return self.selected("attention", operands, head_dim)
         if impl != "fastest":
             return impl
-        names = {row.impl for row in self._of("attention") if row.case.get("operands") == operands}
+        names = {row.impl for row in self._of("attention", operands=operands)}
         able = sorted(names & WITH_SINKS if has_sinks else names) or ["none"]
         return min(able, key=lambda name: self.attention_ms(operands, flops, head_dim, name))
-
-    def _attention(self, operands: str, impl: str, head_dim: int) -> Speed:
-        """Of one implementation; one-level accumulation is not what octavo would be beside."""
-        key = ("attention", operands, impl, head_dim)
-        if key not in self._found:
-            rows = [
-                row
-                for row in self._of("attention")
-                if row.impl == impl
-                and row.case.get("operands") == operands
-                and "levels" not in row.case
-            ]
-            found = self._fit(rows, f"attention {operands}", "flops", head_dim)
-            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
-            # slower, and a whole model is a load.
-            self._found[key] = replace(found, share=min(found.share, 1.0))
-        return self._found[key]
 
     def encoder_ms(self, operands: str, flops: float, head_dim: int, scaling: str) -> float:
         """Attention of a vision tower's layer; of FP8 with what quantizes q, k and v."""
@@ -141,16 +128,14 @@ class Speeds:
         if any("load_s" in row.case for row in rows):
             rows = [row for row in rows if "load_s" in row.case]
         wanted = "static" if scaling == "static" else "dynamic with history"
-        by_impl: dict[str, list[Measurement]] = {}
-        for row in rows:
-            if row.case.get("operands") == operands and row.case.get("scaling", wanted) == wanted:
-                by_impl.setdefault(row.impl, []).append(row)
-        if not by_impl:
+        rows = [row for row in rows if row.case.get("operands") == operands]
+        rows = [row for row in rows if row.case.get("scaling", wanted) == wanted]
+        if not rows:
             impl = None if operands == "FP8" else "fastest"
             return self.attention_ms(operands, flops, head_dim, impl)
-        ceiling = self._flops(operands)
-        kind = f"encoder {operands}"
-        return min(self._fit(own, kind, "flops").ms(flops, ceiling) for own in by_impl.values())
+        by_impl = [[row for row in rows if row.impl == impl] for impl in {row.impl for row in rows}]
+        fits = (self._fit(own, f"encoder {operands}", "flops") for own in by_impl)
+        return min(fit.ms(flops, self._flops(operands)) for fit in fits)
 
     def quantize_ms(self, num_bytes: float) -> float:
         """What casts activations to FP8, reading and writing so many bytes."""
@@ -189,8 +174,15 @@ class Speeds:
                 self._selected[row.op, row.operands, head_dim] = impl
         return self._selected[op, operands, head_dim]
 
-    def _of(self, op: str) -> list[Measurement]:
-        return [row for row in self._rows if row.op == op]
+    def has_kernels(self, head_dim: int, **operands: str) -> bool:
+        """Whether octavo has kernels on this GPU for all of these ops with their operands."""
+        found = {self.selected(op, kind, head_dim) for op, kind in operands.items()}
+        return not found & {"reference", "none"}
+
+    def _of(self, op: str, impl: str | None = None, **case: str) -> list[Measurement]:
+        """The records of an op and an implementation, with these values in their cases."""
+        rows = [row for row in self._rows if row.op == op and impl in (None, row.impl)]
+        return [row for row in rows if case.items() <= row.case.items()]
 
     def _speed(
         self,
@@ -200,26 +192,11 @@ class Speeds:
         is_wanted: Callable[[Measurement], bool] = lambda row: True,
         **case: str,
     ) -> Speed:
-        """That of records of an op and an implementation, with these values in their cases."""
+        """That of the wanted ones of these records (`_of`)."""
         if kind not in self._found:
-            rows = [
-                row
-                for row in self._of(op)
-                if row.impl == impl and case.items() <= row.case.items() and is_wanted(row)
-            ]
+            rows = list(filter(is_wanted, self._of(op, impl, **case)))
             self._found[kind] = self._fit(rows, kind, "flops" if "flops" in kind else "bytes")
         return self._found[kind]
-
-    def _times(
-        self, rows: Sequence[Measurement], kind: str, unit: str
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Milliseconds that were measured, and those that the work takes at the ceiling."""
-        ceilings = self.source.ceilings
-        ceiling = 1e9 * ceilings.gb_per_s
-        if unit == "flops":
-            ceiling = 1e12 * ceilings.tflops("FP8" if "FP8" in kind else "BF16")
-        ms = np.array([row.values["median_ms"] for row in rows])
-        return ms, np.array([1e3 * row.values[unit] / ceiling for row in rows])
 
     def _fit(
         self, rows: Sequence[Measurement], kind: str, unit: str, head_dim: int | None = None
@@ -231,7 +208,11 @@ class Speeds:
         """
         if not rows:
             return Speed(*STATED[kind])
-        ms, work_ms = self._times(rows, kind, unit)
+        ceilings = self.source.ceilings
+        tflops = ceilings.tflops("FP8" if "FP8" in kind else "BF16")
+        ceiling = 1e12 * tflops if unit == "flops" else 1e9 * ceilings.gb_per_s
+        ms = np.array([row.values["median_ms"] for row in rows])
+        work_ms = np.array([1e3 * row.values[unit] / ceiling for row in rows])  # at the ceiling
         sizes = np.array([_head_dim(row) if head_dim else 0 for row in rows])
         columns = sorted(set(sizes.tolist()))
         nearest = min(columns, key=lambda size: abs(math.log((size or 1) / (head_dim or 1))))

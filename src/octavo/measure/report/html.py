@@ -19,7 +19,7 @@ from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.records import Machine, Measurement, utc_now
-from octavo.measure.report.sections import Link, Section
+from octavo.measure.report.sections import Section
 from octavo.measure.report.tables import to_markdown
 from octavo.version import __version__
 
@@ -77,7 +77,9 @@ def image_url(name: str, file: Path) -> str:
     if media_type is None:
         raise ConfigError(f"expected an image, one of {', '.join(_TYPES)}")
     folder = file.resolve().parent
-    root = _project(folder)
+    above = (folder, *folder.parents)
+    projects = (up for up in above if any((up / mark).exists() for mark in _PROJECT))
+    root = next(projects, folder)
     place = (folder / path).resolve()  # where links lead to
     if not place.is_relative_to(root):
         raise ConfigError("expected an image in the folder of the records file or its project")
@@ -90,14 +92,6 @@ def image_url(name: str, file: Path) -> str:
     if not content.startswith(_STARTS[media_type]):
         raise ConfigError(f"expected the bytes of {media_type}")
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
-
-
-def _project(folder: Path) -> Path:
-    """The project that a folder is in; the folder itself if it is in none."""
-    for place in (folder, *folder.parents):
-        if any((place / mark).exists() for mark in _PROJECT):
-            return place
-    return folder
 
 
 def write_report(sections: Sequence[Section], path: str | os.PathLike[str], **about: Any) -> None:
@@ -139,7 +133,12 @@ def render(
     )
     environment.filters["finite"] = _finite
     has_figures = any(section.figures for section in sections)
-    ids = _section_ids(sections)
+    ids: dict[str, str] = {}  # of each title that a link may name: of several the first
+    for number, section in enumerate(sections, 1):
+        ids.setdefault(section.title, f"section-{number}")
+    for link in (link for section in sections for link in section.links):
+        if link.to not in ids:
+            raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
     return environment.get_template("report.html").render(
         title=title,
         summary=summary,
@@ -165,33 +164,19 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
-    """The id of each title that a link may name: of several the first."""
-    ids: dict[str, str] = {}
-    for number, section in enumerate(sections, 1):
-        ids.setdefault(section.title, f"section-{number}")
-    for section in sections:
-        for link in section.links:
-            if link.to not in ids:
-                raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
-    return ids
-
-
 def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:
     """A page of sections: texts, links, tables; what plots and images show is said in words."""
     parts = [f"# {title}", *([summary] if summary else [])]
     for section in sections:
         parts += [f"## {section.title}", *section.paragraphs]
-        if section.links:
-            parts.append("\n".join(map(_markdown_link, section.links)))
+        links = []
+        for link in section.links:  # to the anchors that headings have on GitHub
+            anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
+            text = link.text.replace("[", "(").replace("]", ")")
+            links.append(f"- [{text}](#{anchor})")
+        parts += ["\n".join(links)] if links else []
         parts += [f"Plot: {figure.caption}" for figure in section.figures]
         parts += [f"Image: {sheet.caption}" for sheet in section.sheets]
         for table in section.tables:
             parts += [f"**{table.caption}**", to_markdown(table)]
     return "\n\n".join(parts) + "\n"
-
-
-def _markdown_link(link: Link) -> str:
-    """A link in a list, to the anchor that a heading has on GitHub."""
-    anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
-    return f"- [{link.text.replace('[', '(').replace(']', ')')}](#{anchor})"

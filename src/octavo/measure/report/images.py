@@ -5,13 +5,14 @@ Images are those that records have as data URLs (`with_images`).
 
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import IMAGE, IMAGE_PROBLEM, is_image_url
 from octavo.measure.report.quality import recovers
 from octavo.measure.report.sections import Kind, Rows, Sheet, best_row, dots
 
-_PSNR = ("psnr_db", "worst_psnr_db")
 _MAX_PROMPTS = 12  # that a caption names
 
 
@@ -39,14 +40,6 @@ def _unseen(rows: Rows, name: str) -> list[str]:
     ]
 
 
-def _chart_text(rows: Rows) -> str:
-    return (
-        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
-        "same word. A difference whose interval has 0 in it is none that these questions could "
-        f"show. {' '.join(_unseen(rows, 'recipe'))}"
-    )
-
-
 def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
     """Charts of records with images as data URLs (`with_images`), each image once."""
     names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
@@ -58,11 +51,15 @@ def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
 
 CHARTQA = Kind(
     ops=("chartqa",),
-    needs=("model", "recipe", "relaxed_accuracy_percent", "num_questions"),
-    by=("model", "data", "num_questions"),
-    rows=("recipe",),
+    needs="model recipe relaxed_accuracy_percent num_questions",
+    by="model data num_questions",
+    rows="recipe",
     title="Questions about charts: {model}, {data}, {machine}",
-    text=_chart_text,
+    text=lambda rows: (
+        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
+        "same word. A difference whose interval has 0 in it is none that these questions could "
+        f"show. {' '.join(_unseen(rows, 'recipe'))}"
+    ),
     headline=recovers("chart questions"),
     figures=dots(
         "difference_points",
@@ -77,31 +74,21 @@ CHARTQA = Kind(
     ),
     sheets=_chart_sheets,
     caption="Charts, by recipe",
-    columns=(
-        "recipe",
-        "relaxed_accuracy_percent",
-        "exact_match_percent",
-        "recovery_percent",
-        "difference_points",
-        "difference_low_points",
-        "difference_high_points",
-    ),
+    columns="recipe relaxed_accuracy_percent exact_match_percent recovery_percent "
+    "difference_points difference_low_points difference_high_points",
 )
 
 
 def _scored(rows: Rows) -> Rows:
-    return [row for row in rows if all(name in row.values for name in _PSNR)]
+    return [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
 
 
 def _image_text(rows: Rows) -> str:
     """What is compared, and why an image that records name is not shown."""
-    said = [
-        f"Images of the same prompts and noise as those of {row.baseline}, after "
-        f"{rows[0].case.get('num_inference_steps')} steps."
-        for row in _scored(rows)[:1]
-    ]
-    said += _unseen(rows, "row")
-    return "\n\n".join(said)
+    steps = rows[0].case.get("num_inference_steps")
+    same = "Images of the same prompts and noise as those of"
+    said = [f"{same} {row.baseline}, after {steps} steps." for row in _scored(rows)[:1]]
+    return "\n\n".join([*said, *_unseen(rows, "row")])
 
 
 _PSNR_DOTS = dots(
@@ -136,28 +123,24 @@ def _image_sheets(rows: Rows) -> Iterable[Sheet]:
 
 def _prompts(record: Measurement) -> str:
     """What was drawn: the prompts that the record or its command names, or their number."""
-    said = record.case.get("picture_prompts")
-    prompts = str(said).split("; ") if said is not None else _prompts_in(record.command)
+    prompts: list[str] = []
+    if (said := record.case.get("picture_prompts")) is not None:
+        prompts = str(said).split("; ")
+    else:
+        with suppress(ValueError):  # of a command that somebody wrote by hand
+            words = shlex.split(record.command)
+            prompts = [text for flag, text in pairwise(words) if flag == "--prompt"]
     if not prompts:
         return f"{record.case.get('num_pictures', 'some')} prompts"
     more = f" and {len(prompts) - _MAX_PROMPTS} more" if len(prompts) > _MAX_PROMPTS else ""
     return ", ".join(f"“{prompt}”" for prompt in prompts[:_MAX_PROMPTS]) + more
 
 
-def _prompts_in(command: str) -> list[str]:
-    """The texts of --prompt in a command."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # of a command that somebody wrote by hand
-        return []
-    return [text for flag, text in zip(words, words[1:], strict=False) if flag == "--prompt"]
-
-
 IMAGES = Kind(
     ops=("images",),
-    needs=("model", "row"),
-    by=("model", "dtype", "prompts_sha256", "num_pictures", "num_inference_steps", "seed"),
-    rows=("row",),
+    needs="model row",
+    by="model dtype prompts_sha256 num_pictures num_inference_steps seed",
+    rows="row",
     title="Images: {model}, {num_pictures} prompts, {machine}",
     text=_image_text,
     headline=best_row(
@@ -168,15 +151,6 @@ IMAGES = Kind(
     figures=lambda rows: _PSNR_DOTS(_scored(rows)),
     sheets=_image_sheets,
     caption="Images, by row",
-    columns=(
-        "row",
-        "psnr_db",
-        "worst_psnr_db",
-        "ssim",
-        "worst_ssim",
-        "lpips",
-        "worst_lpips",
-        "clip_score",
-        "worst_clip_score",
-    ),
+    columns="row psnr_db worst_psnr_db ssim worst_ssim lpips worst_lpips clip_score "
+    "worst_clip_score",
 )

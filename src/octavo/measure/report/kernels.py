@@ -87,8 +87,8 @@ def kernel_kinds(roofs: Sequence[Roof] = ()) -> list[Kind]:
     return [
         Kind(
             ops=ops,
-            needs=("shape", "operands", "median_ms"),
-            by=(),
+            needs="shape operands median_ms",
+            by="",
             title=f"{title}: {{machine}}",
             text=text,
             headline=_headline,
@@ -120,15 +120,13 @@ def _sizes(records: Sequence[Measurement]) -> list[_Size]:
     """The sizes with their variants; BF16 has none, and is of all variants of its size."""
     found: dict[tuple[str, str], _Size] = {}
     for record in sorted(records, key=lambda record: _kind(record) in _BF16):
-        kind, name, variant = _kind(record), _size_name(record), _variant(record)
-        same = []
-        if kind in _BF16:
-            variant = ""
-            same = [size for size in found.values() if size.name == name]
+        kind, name = _kind(record), _size_name(record)
+        is_bf16 = kind in _BF16
+        variants = () if is_bf16 else _VARIANTS
+        variant = ", ".join(str(record.case[n]) for n in variants if n in record.case)
+        same = [size for size in found.values() if is_bf16 and size.name == name]
         for size in same or [found.setdefault((name, variant), _Size(name, variant))]:
-            best = size.fastest.setdefault(kind, record)
-            if _ms(record) < _ms(best):
-                size.fastest[kind] = record
+            size.fastest[kind] = min(size.fastest.get(kind, record), record, key=_ms)
     return list(found.values())
 
 
@@ -138,27 +136,19 @@ def _kind(record: Measurement) -> str:
 
 
 def _size_name(record: Measurement) -> str:
-    shape, *others = ((name, record.case.get(name)) for name in _SIZES)
-    words = [str(shape[1])]
-    for name, value in others:
+    words = [str(record.case["shape"])]
+    for name in _SIZES[1:]:
+        value = record.case.get(name)
         if value is not None and value is not False:
             plain = "under load" if name == "load_s" else f"{name} {value}"
             words.append(name if value is True else plain)
     return ", ".join(words)
 
 
-def _variant(record: Measurement) -> str:
-    return ", ".join(str(record.case[name]) for name in _VARIANTS if name in record.case)
-
-
 def _who(record: Measurement) -> str:
     """The implementation, and in what it differs from others."""
-    known = {*_SIZES, *_VARIANTS, "operands"}
-    notes = [
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in record.case.items()
-        if name not in known
-    ]
+    others = record.case.keys() - {*_SIZES, *_VARIANTS, "operands"}
+    notes = [f"{n.replace('_', ' ')} {x}" for n, x in record.case.items() if n in others]
     operands = str(record.case["operands"])
     notes += [operands] if operands not in ("FP8", "BF16") else []
     return f"{record.impl} ({', '.join(notes)})" if notes else record.impl
@@ -194,8 +184,8 @@ def _trace(kind: str, number: int, sizes: Sequence[_Size], is_roofline: bool) ->
     for size in sizes:
         if (record := size.fastest.get(kind)) is None:
             continue
-        num_bytes, speed = record.values.get("bytes", 0.0), record.gb_per_s
-        place = num_bytes / 1e6
+        num_bytes = record.values.get("bytes", 0.0)
+        place, speed = num_bytes / 1e6, record.gb_per_s
         if is_roofline:
             place, speed = record.values["flops"] / num_bytes, record.tflops
         if place and speed is not None:
@@ -212,9 +202,11 @@ def _roof_lines(roof: Roof, data: Sequence[Trace], is_roofline: bool) -> list[Tr
     if not is_roofline:
         name, ends = f"memory, {roof.gb_per_s:,.0f} GB/s", [low, high]
         return [guide_line(name, ends, [roof.gb_per_s] * 2, width=2, dash="dash")]
-    peaks = (("FP8", roof.fp8_tflops, "dash"), ("BF16", roof.bf16_tflops, "dot"))
     lines = []
-    for operands, peak, dash in peaks:
+    for operands, peak, dash in (
+        ("FP8", roof.fp8_tflops, "dash"),
+        ("BF16", roof.bf16_tflops, "dot"),
+    ):
         if peak is not None:
             ridge = 1e3 * peak / roof.gb_per_s  # FLOP per byte where both limits meet
             x = sorted({low, max(low, min(ridge, high)), high})
@@ -230,31 +222,15 @@ def _table(op: str, sizes: Sequence[_Size]) -> Table:
     has_variants = any(size.variant for size in sizes)
     rows: list[tuple[Cell, ...]] = []
     for size in sizes:
-        own, others, bf16 = (size.best(*kinds) for kinds in (_KINDS[:1], _KINDS[1:2], _BF16))
-        rows.append(
-            (
-                size.name,
-                *([size.variant or None] if has_variants else []),
-                *(_cell(record, is_product) for record in (own, others, bf16)),
-                None if own is None else _ms(own),
-                size.over(*_BF16),
-                size.over("others FP8"),
-            )
-        )
-    return Table(
-        caption=f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them",
-        header=(
-            "size",
-            *(["scales"] if has_variants else []),
-            "octavo FP8",
-            "others FP8",
-            "BF16",
-            "octavo FP8 (ms)",
-            "over BF16 (×)",
-            "over others' FP8 (×)",
-        ),
-        rows=tuple(rows),
-    )
+        fastest = [size.best(*kinds) for kinds in (_KINDS[:1], _KINDS[1:2], _BF16)]
+        about = (size.name, size.variant or None)[: 1 + has_variants]
+        own_ms = None if fastest[0] is None else _ms(fastest[0])
+        ratios = (size.over(*_BF16), size.over("others FP8"))
+        rows.append((*about, *(_cell(record, is_product) for record in fastest), own_ms, *ratios))
+    caption = f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them"
+    header = (*("size", "scales")[: 1 + has_variants], *_KINDS[:2], "BF16", "octavo FP8 (ms)")
+    header += ("over BF16 (×)", "over others' FP8 (×)")
+    return Table(caption=caption, header=header, rows=tuple(rows))
 
 
 def _cell(record: Measurement | None, is_product: bool) -> str | None:

@@ -15,29 +15,11 @@ import numpy as np
 from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
-from octavo.measure.report.plots import (
-    Figure,
-    axes,
-    error_bars,
-    guide,
-    log_ticks,
-    markers,
-    wrapped,
-)
+from octavo.measure.report import plots, tables
 from octavo.measure.report.sections import Kind, Rows, Section
-from octavo.measure.report.tables import (
-    Cell,
-    Table,
-    format_column,
-    grouped,
-    machine_name,
-    newest,
-    tokens_text,
-)
 
 # Records of one section have these in common: the model, the engine and the batch.
-ENGINE = ("model", "dtype", "layers", "compile", "cuda_graphs")
-SAME = (*ENGINE, "page_size", "max_num_batched_tokens", "batch_size", "output_len")
+ENGINE = "model dtype layers compile cuda_graphs"
 _MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
@@ -117,7 +99,7 @@ class Row:
     @property
     def lengths(self) -> list[int]:
         """The inputs' tokens, shortest first."""
-        return [int(record.case["input_len"]) for record in self.records]
+        return list(map(_length, self.records))
 
     def values(self, name: str) -> list[float]:
         """One value of each length."""
@@ -140,9 +122,9 @@ def rows_of(records: Rows) -> list[Row]:
     of the same length the newest counts. It is compared with the other row of the same command, if
     there is one.
     """
-    runs = grouped(newest(records, "row", "command", "input_len"), "row", "command")
+    runs = tables.grouped(tables.newest(records, "row", "command", "input_len"), "row", "command")
     by_length = {
-        (str(name), str(command)): tuple(sorted(own, key=lambda r: int(r.case["input_len"])))
+        (str(name), str(command)): tuple(sorted(own, key=_length))
         for (_, name, command), own in runs.items()
     }
     # Another command may have measured at another time, with other settings: no row mixes two.
@@ -162,6 +144,10 @@ def _rank(records: Rows) -> tuple[int, str]:
     return len(records), max(record.date for record in records)
 
 
+def _length(record: Measurement) -> int:
+    return int(record.case["input_len"])
+
+
 def latency_sections(records: Rows) -> list[Section]:
     """A section for each model, engine and batch among the records of `octavo bench latency`.
 
@@ -169,10 +155,8 @@ def latency_sections(records: Rows) -> list[Section]:
     """
     found = [record for record in records if record.op == "latency"]
     if not found:
-        raise ConfigError(
-            "expected records of octavo bench latency, got "
-            f"{', '.join(sorted({record.op for record in records})) or 'none'}"
-        )
+        ops = ", ".join(sorted({record.op for record in records})) or "none"
+        raise ConfigError(f"expected records of octavo bench latency, got {ops}")
     return LATENCY.make(found)
 
 
@@ -188,44 +172,27 @@ def _headline(records: Rows) -> str:
     said = []
     for words in ("ITL", "TTFT"):
         value = f"{words.lower()}_speedup"
-        rows = newest([row for row in records if value in row.values], "row", "input_len")
-        rows.sort(key=lambda row: int(row.case["input_len"]))
-        longest = {row.case["row"]: row for row in rows}
+        rows = tables.newest([row for row in records if value in row.values], "row", "input_len")
+        longest = {row.case["row"]: row for row in sorted(rows, key=_length)}
         if longest:
             best = max(longest.values(), key=lambda row: row.values[value])
             said.append(
                 f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
-                f"{int(best.case['input_len']):,} tokens, against {best.baseline}"
+                f"{_length(best):,} tokens, against {best.baseline}"
             )
     return f"{_model(records)}: {'; '.join(said)}." if said else ""
 
 
-def _text(records: Rows) -> str:
-    case = records[0].case
-    about = (
-        f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
-        f"{machine_name(records[0])}. ITL, the time between tokens, is a line over the context; "
-        "TTFT, the time to the first token, has a square term as well, which is attention. "
-        "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
-        "more lengths were measured than a fit has terms."
-    )
-    return "\n\n".join([about, *_notes(rows_of(records))])
-
-
 LATENCY = Kind(
     ops=("latency",),
-    needs=(
-        "model",
-        "row",
-        "input_len",
-        "output_len",
-        "batch_size",
-        *(f"{which}_{of}_ms" for of in ("itl", "ttft") for which in ("median", "p10", "p90")),
-    ),
-    by=SAME,
+    needs="model row input_len output_len batch_size median_itl_ms p10_itl_ms p90_itl_ms "
+    "median_ttft_ms p10_ttft_ms p90_ttft_ms",
+    by=f"{ENGINE} page_size max_num_batched_tokens batch_size output_len",
     rows=lambda records: records,
-    title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
-    text=_text,
+    title=lambda rows: (
+        f"Latency over the input length: {_model(rows)}, {tables.machine_name(rows[0])}"
+    ),
+    text=lambda rows: "\n\n".join(_text(rows)),
     headline=_headline,
     figures=lambda rows: [_figure(rows_of(rows), metric) for metric in (ITL, TTFT)],
     tables=lambda rows: [
@@ -234,33 +201,38 @@ LATENCY = Kind(
 )
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """What the fits cannot say, in words."""
-    notes = []
+def _text(records: Rows) -> Iterator[str]:
+    """What is measured and fitted, and in words what the fits cannot say."""
+    case, rows = records[0].case, rows_of(records)
+    yield (
+        f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
+        f"{tables.machine_name(records[0])}. ITL, the time between tokens, is a line over the "
+        "context; TTFT, the time to the first token, has a square term as well, which is "
+        "attention. Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are "
+        "there where more lengths were measured than a fit has terms."
+    )
     num_lengths = min(len(row.records) for row in rows)
     if num_lengths < 4:
         fewest = [row.name for row in rows if len(row.records) == num_lengths]
         which = "" if len(fewest) == len(rows) else f"{', '.join(fewest)}: "
         word = "length" if num_lengths == 1 else "lengths"
-        notes.append(
+        yield (
             f"{which}{num_lengths} {word}: a line needs two and a curve three, and one more each "
             "for an interval."
         )
     for row in rows:
-        curve = row.fit(TTFT)
-        if curve is None or not curve.held:
-            continue
-        terms = " and ".join(curve.held)
-        note = f"{row.name}: the {terms} term of TTFT would be negative and is held at zero."
-        if curve.contradicted:
-            note += " It is below zero by more than its interval: TTFT is no such curve here."
-        notes.append(note)
-    return notes
+        if (curve := row.fit(TTFT)) is not None and curve.held:
+            terms = " and ".join(curve.held)
+            more = " It is below zero by more than its interval: TTFT is no such curve here."
+            yield (
+                f"{row.name}: the {terms} term of TTFT would be negative and is held at zero."
+                f"{more if curve.contradicted else ''}"
+            )
 
 
-def _table(rows: Sequence[Row], metric: Metric) -> Table:
+def _table(rows: Sequence[Row], metric: Metric) -> tables.Table:
     """The fit of each row: its terms with intervals, ratios, and where it breaks even."""
-    cells: list[tuple[Cell, ...]] = []
+    cells: list[tuple[tables.Cell, ...]] = []
     for row in rows:
         if (own := row.fit(metric)) is None:
             continue
@@ -268,23 +240,22 @@ def _table(rows: Sequence[Row], metric: Metric) -> Table:
             with_interval(value * scale, own.interval(term), scale)
             for term, value, scale in zip(own.TERMS, own.terms, metric.scales, strict=True)
         ]
-        ratio: Cell = None
-        even: Cell = None
+        ratio = even = None
         if (found := row.break_even(metric)) is not None and row.baseline is not None:
             share = fits.last_term_ratio(own, row.baseline.fit(metric))
             ratio = with_interval(share.value, share.interval)
             even = f"{found}{_range_text(found.interval)}"
         cells.append((row.name, *terms, ratio, own.residual, even))
     header = ("row", *metric.header, "left (ms)", "break-even")
-    return Table(caption=metric.caption, header=header, rows=tuple(cells))
+    return tables.Table(caption=metric.caption, header=header, rows=tuple(cells))
 
 
 def with_interval(value: float, interval: fits.Interval | None, factor: float = 1.0) -> str:
     """A number and its interval in brackets, which is in units of 1 / factor."""
-    text = format_column([value])[0]
+    text = tables.format_column([value])[0]
     if interval is None:
         return text
-    low, high = (format_column([end * factor])[0] for end in (interval.low, interval.high))
+    low, high = (tables.format_column([end * factor])[0] for end in (interval.low, interval.high))
     return f"{text} [{low}, {high}]"
 
 
@@ -292,55 +263,56 @@ def _range_text(interval: fits.Interval | None) -> str:
     """Where lines cross, in words after a sentence; nothing where nothing is known."""
     if interval is None:
         return ""
+    said = f"{interval.low:,.0f} to {interval.high:,.0f}"
     if math.isinf(interval.low):
-        return " (95 %: the lines may be parallel)"
-    if interval.high <= 0:
-        return " (95 %: the lines cross at no length)"
-    if interval.low <= 0:
-        return f" (95 %: the lines cross at {interval.high:,.0f} tokens at the latest)"
-    return f" (95 %: {interval.low:,.0f} to {interval.high:,.0f})"
+        said = "the lines may be parallel"
+    elif interval.high <= 0:
+        said = "the lines cross at no length"
+    elif interval.low <= 0:
+        said = f"the lines cross at {interval.high:,.0f} tokens at the latest"
+    return f" (95 %: {said})"
 
 
-def _figure(rows: Sequence[Row], metric: Metric) -> Figure:
+def _figure(rows: Sequence[Row], metric: Metric) -> plots.Figure:
     """Medians with percentiles, the fits, and a mark where a row crosses its baseline."""
     lengths = sorted({length for row in rows for length in row.lengths})
     shortest, longest = lengths[0], lengths[-1]
     # Lines are over the context, which grows by half of the tokens that come.
     shift = 0.0 if metric.is_log else float(rows[0].records[0].case["output_len"]) / 2
-    data = [
-        trace
-        for series, row in enumerate(rows)
-        for trace in _traces(row, series, metric, longest, shift)
-    ]
-    layout = axes("input length (tokens)", f"{metric.name.upper()} (ms)")
-    layout |= {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
+    data: list[plots.Trace] = []
+    for series, row in enumerate(rows):
+        data += _traces(row, series, metric, longest, shift)
+    layout = plots.axes("input length (tokens)", f"{metric.name.upper()} (ms)", len(rows))
+    layout |= {"shapes": [], "annotations": []}
     for axis in ("xaxis", "yaxis"):
         layout[axis]["type"] = "log" if metric.is_log else "linear"
     middle = longest / 2
     if metric.is_log:
         middle = math.sqrt(shortest * longest)
         ticks = _ticks(lengths)
-        layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
+        layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(tables.tokens_text, ticks))}
         medians = [value for row in rows for value in row.values(f"median_{metric.name}_ms")]
-        layout["yaxis"] |= log_ticks(medians)
+        layout["yaxis"] |= plots.log_ticks(medians)
     for row in rows:
         even = row.break_even(metric)
         at = None if even is None else even.crossing
         if at is not None and (metric.is_log or 0 < at < _FAR * longest):
             _mark(layout, at - shift, row.name, at, is_right=at > middle)
-    return Figure(caption=_caption(rows, metric), data=tuple(data), layout=layout)
+    return plots.Figure(caption=_caption(rows, metric), data=tuple(data), layout=layout)
 
 
 def _traces(
     row: Row, series: int, metric: Metric, longest: int, shift: float
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[plots.Trace]:
     """The points of a row with their percentiles, and its fit; shift: of the lengths in fits."""
     low, middle, high = (
         row.values(f"{which}_{metric.name}_ms") for which in ("p10", "median", "p90")
     )
     group = {"legendgroup": escape(row.name)}
-    error_y = error_bars(np.subtract(high, middle).tolist(), np.subtract(middle, low).tolist())
-    points = markers(escape(row.name), series, row.lengths, middle)
+    error_y = plots.error_bars(
+        np.subtract(high, middle).tolist(), np.subtract(middle, low).tolist()
+    )
+    points = plots.markers(escape(row.name), series, row.lengths, middle)
     yield points | {"error_y": error_y} | group
     if (fitted := row.fit(metric)) is None:
         return
@@ -375,19 +347,20 @@ def _caption(rows: Sequence[Row], metric: Metric) -> str:
         for row in rows
         if row.baseline is not None and (found := row.break_even(metric)) is not None
     ]
-    within = ["By the curves, between the lengths that were measured:"] if metric.is_log else []
-    return " ".join([caption, *(within if said else []), *said])
+    if said and metric.is_log:
+        said.insert(0, "By the curves, between the lengths that were measured:")
+    return " ".join([caption, *said])
 
 
 def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
     line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-    layout["shapes"].append(line | {"line": guide(1, "dot")})
+    layout["shapes"].append(line | {"line": plots.guide(1, "dot")})
     before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
     # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
     at = math.log10(x) if layout["xaxis"]["type"] == "log" else x
     layout["annotations"].append(
         {"x": at, "y": 1 - 0.1 * before, "yref": "paper", "yanchor": "top", "showarrow": False}
-        | {"text": wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
+        | {"text": plots.wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
         | {"align": "right" if is_right else "left", "xanchor": "right" if is_right else "left"}
     )

@@ -4,13 +4,14 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, bars, lines, name_bars
-from octavo.measure.report.sections import Kind, Rows, dots, plot
+from octavo.measure.report.sections import Kind, Rows, dots
 from octavo.measure.report.tables import Cell, Table, grouped, newest, pivot
 
-_RELATIVE_ERROR = "relative RMS error (1 = the result)"
 _TENSORS = ("q", "k", "v")
 # Value of a record -> head of its three columns, caption and title of its plot.
 _STATISTICS = {
@@ -71,7 +72,7 @@ def _choices(records: Rows) -> Rows:
 
 QUANTIZATION = Kind(
     ops=("quantize_error",),
-    needs=("layer", "tensor", "format", "granularity", "sqnr_db"),
+    needs="layer tensor format granularity sqnr_db",
     rows=_choices,
     title="Queries, keys and values in 8 bits: {model}, {machine}",
     text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more means "
@@ -88,6 +89,10 @@ QUANTIZATION = Kind(
 )
 
 
+def _error_lines(rows: Rows, **about: Any) -> list[Figure]:
+    return [lines(rows, y="relative_rms", y_title="relative RMS error (1 = the result)", **about)]
+
+
 def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
     caption = f"{what}: relative RMS error against float64, by layer"
     return _table_of(caption, "recipe", "layer", "relative_rms")
@@ -95,49 +100,38 @@ def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
 
 ATTENTION = Kind(
     ops=("attention_error",),
-    needs=("layer", "recipe", "relative_rms"),
-    rows=("layer", "recipe"),
+    needs="layer recipe relative_rms",
+    rows="layer recipe",
     title="Attention in FP8, layer by layer: {model}, {machine}",
     text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
     "with two-level accumulation, beside BF16.",
-    figures=plot(
-        lines,
-        "layer (number)",
-        _RELATIVE_ERROR,
-        caption="Relative RMS error of each layer, against float64; lower is better",
+    figures=partial(
+        _error_lines,
         x="layer",
-        y="relative_rms",
+        x_title="layer (number)",
         series="recipe",
+        caption="Relative RMS error of each layer, against float64; lower is better",
     ),
     tables=_errors_by_layer("Attention"),
 )
 
 
-def _decoding_text(rows: Rows) -> str:
-    means = average(rows, over="layer")
-    per_token = {str(r.get("recipe")): round(r.values["bytes_per_token"]) for r in means}
-    sizes = ", ".join(f"{recipe} {size}" for recipe, size in per_token.items())
-    return (
-        "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
-        f"is the storage's. Bytes per token and layer: {sizes}."
-    )
+def _bytes_per_token(rows: Rows) -> str:
+    means = {str(r.get("recipe")): r.values for r in average(rows, over="layer")}
+    return ", ".join(f"{name} {round(x['bytes_per_token'])}" for name, x in means.items())
 
 
 DECODING = Kind(
     ops=("decode_error",),
-    needs=("layer", "recipe", "relative_rms", "bytes_per_token"),
-    rows=("layer", "recipe"),
+    needs="layer recipe relative_rms bytes_per_token",
+    rows="layer recipe",
     title="Decoding over an FP8 KV cache: {model}, {machine}",
-    text=_decoding_text,
+    text=lambda rows: (
+        "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
+        f"is the storage's. Bytes per token and layer: {_bytes_per_token(rows)}."
+    ),
     tables=_errors_by_layer("Decoding over pages"),
 )
-
-
-def _needles(records: Rows) -> Rows:
-    return [
-        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
-        for record in newest(records, "length", "accumulation")
-    ]
 
 
 def _needles_headline(rows: Rows) -> str:
@@ -150,24 +144,24 @@ def _needles_headline(rows: Rows) -> str:
 
 ACCUMULATION = Kind(
     ops=("accumulation_error",),
-    needs=("length", "accumulation", "relative_rms", "is_found"),
-    by=(),
-    rows=_needles,
+    needs="length accumulation relative_rms is_found",
+    by="",
+    rows=lambda records: [
+        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
+        for record in newest(records, "length", "accumulation")
+    ],
     title="Why accumulation has two levels: {machine}",
     text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for bit "
     "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
     "the haystack's sum stands still, never cancels, and buries the needle.",
     headline=_needles_headline,
-    figures=plot(
-        lines,
-        "keys (number)",
-        _RELATIVE_ERROR,
-        caption="Relative error against float64, by number of keys; lower is better",
+    figures=partial(
+        _error_lines,
         x="length",
-        y="relative_rms",
+        x_title="keys (number)",
         series="accumulation",
-        log_x=True,
-        log_y=True,
+        caption="Relative error against float64, by number of keys; lower is better",
+        is_log=True,
     ),
     tables=_table_of(
         "Is the needle found, by the number of keys?", "accumulation", "length", "needle"
@@ -176,30 +170,27 @@ ACCUMULATION = Kind(
 ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
 
 
-def _calibration_figures(rows: Rows) -> Iterable[Figure]:
-    short = _with_short_names(rows)
-    for value, (_, caption, title) in _STATISTICS.items():
-        drawn = plot(bars, "layer", title, caption=caption, x="layer", y=value, series="tensor")
-        yield from drawn(short)
-
-
 CALIBRATION = Kind(
     ops=("calibrate",),
-    needs=("layer", "tensor", "amax", "headroom", "sqnr_db"),
-    by=("command",),
-    rows=("layer", "tensor"),
+    needs="layer tensor amax headroom sqnr_db",
+    by="command",
+    rows="layer tensor",
     title="Static scales, layer by layer",
     text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate, as observers "
     "that clip intend. SQNR is that of e4m3 with the saved scales, margin included, on the values "
     "that were seen; 6 dB more means half the error.",
-    figures=_calibration_figures,
+    figures=lambda rows: [
+        bars(short, caption=caption, x="layer", y=value, series="tensor", y_title=title)
+        for short in [_with_short_names(rows)]
+        for value, (_, caption, title) in _STATISTICS.items()
+    ],
     tables=lambda rows: [calibration_table(rows)],
 )
 PIPELINE = Kind(
     ops=("calibrate_pipeline",),
-    needs=("group", "tensor", "amax", "headroom"),
-    by=("command",),
-    rows=("layer", "tensor"),
+    needs="group tensor amax headroom",
+    by="command",
+    rows="layer tensor",
     title="Static scales of a pipeline, by kind of layer",
     text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate.",
     tables=lambda rows: [pipeline_table(rows)],
@@ -250,12 +241,6 @@ def pipeline_table(records: Rows) -> Table:
     )
 
 
-def _sensitive(records: Rows) -> Rows:
-    """The rows of single layers by their error, the largest first, and then those of all."""
-    found = newest(records, "op", "layer")
-    return sorted(found, key=lambda r: (r.op != "sensitivity", -r.values["error"]))
-
-
 def _alone(rows: Rows) -> Rows:
     return [row for row in rows if row.op == "sensitivity"]
 
@@ -269,18 +254,15 @@ def _sensitivity_text(rows: Rows) -> str:
     )
 
 
-def _sensitivity_headline(rows: Rows) -> str:
-    return "".join(
-        f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "
-        f"{100 * row.values['error']:.1f} %."
-        for row in _alone(rows)[:1]
-    )
-
-
 def _sensitivity_figures(rows: Rows) -> Iterable[Figure]:
     if shown := _alone(rows)[:_NUM_BARS]:
+        names = [str(row.case["layer"]) for row in shown]
+        # Without what all names begin with.
+        start = os.path.commonprefix(names).rpartition(".")[0] if len(names) > 1 else ""
+        short = (name.removeprefix(f"{start}.") for name in names)
+        errors = (100 * row.values["error"] for row in shown)
         yield name_bars(
-            _errors(shown),
+            dict(zip(short, errors, strict=True)),
             caption="Error of the result when these layers alone are FP8, the "
             f"{len(shown)} largest; lower is better.",
             value_title="relative error (%)",
@@ -289,23 +271,22 @@ def _sensitivity_figures(rows: Rows) -> Iterable[Figure]:
 
 SENSITIVITY = Kind(
     ops=("sensitivity", "sensitivity_of_all"),
-    needs=("layer", "error"),
-    by=("model", "by"),
-    rows=_sensitive,
+    needs="layer error",
+    by="model by",
+    # Single layers by their error, the largest first, and then what all have together.
+    rows=lambda records: sorted(
+        newest(records, "op", "layer"), key=lambda r: (r.op != "sensitivity", -r.values["error"])
+    ),
     title="Sensitivity of layers: {model}, by {by}, {machine}",
     text=_sensitivity_text,
-    headline=_sensitivity_headline,
+    headline=lambda rows: "".join(
+        f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "
+        f"{100 * row.values['error']:.1f} %."
+        for row in _alone(rows)[:1]
+    ),
     figures=_sensitivity_figures,
     tables=lambda rows: [sensitivity_table(rows)] if _alone(rows) else [],
 )
-
-
-def _errors(rows: Rows) -> dict[str, float]:
-    """The errors by the names of layers, without what all names begin with."""
-    names = [str(row.case["layer"]) for row in rows]
-    start = os.path.commonprefix(names).rpartition(".")[0] if len(names) > 1 else ""
-    errors = (100 * row.values["error"] for row in rows)
-    return dict(zip((name.removeprefix(f"{start}.") for name in names), errors, strict=True))
 
 
 def sensitivity_table(records: Rows, num_rows: int | None = None) -> Table:

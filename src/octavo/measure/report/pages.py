@@ -21,28 +21,12 @@ REASONS = {
 
 def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
-    return (
-        LATENCY,
-        speed.THROUGHPUT,
-        speed.SERVE,
-        speed.ENCODER,
-        speed.DIFFUSION,
-        speed.GENERATE,
-        *kernel_kinds(roofs),
-        quality.PERPLEXITY,
-        images.CHARTQA,
-        quality.NEEDLE,
-        quality.MRCR,
-        quality.PASS_AT_1,
-        quality.TEXTS,
-        images.IMAGES,
-        layers.SENSITIVITY,
-        layers.CALIBRATION,
-        layers.PIPELINE,
-        *layers.ERRORS,
-        speed.ADVICE,
-        speed.COMPARED_ADVICE,
-    )
+    steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE)
+    answers = (quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1)
+    scales = (layers.SENSITIVITY, layers.CALIBRATION, layers.PIPELINE, *layers.ERRORS)
+    speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs))
+    results = (*answers, quality.TEXTS, images.IMAGES)
+    return (*speeds, *results, *scales, speed.ADVICE, speed.COMPARED_ADVICE)
 
 
 def report_sections(
@@ -60,24 +44,23 @@ def report_sections(
     if not records:
         raise ConfigError("expected records to show, got none")
     parts = make_parts(roofs)
-    by_op = {op: (number, part) for number, part in enumerate(parts) for op in part.ops}
-    shown: dict[int, list[Measurement]] = {}
-    hidden: dict[str, list[Measurement]] = {}
+    by_op = {op: part for part in parts for op in part.ops}
+    hidden: Counter[tuple[str, str, str]] = Counter()
+    shown = []
     for record in (*records, *compared):
-        number, part = by_op.get(record.op, (0, None))
-        if part is None:
-            hidden.setdefault(REASONS.get(record.op, UNKNOWN), []).append(record)
-        elif missing := part.missing_names(record):
-            hidden.setdefault(f"without {', '.join(missing)}", []).append(record)
+        part = by_op.get(record.op)
+        missing = [] if part is None else part.missing_names(record)
+        if part is None or missing:
+            unknown = REASONS.get(record.op, UNKNOWN)
+            why = f"without {', '.join(missing)}" if missing else unknown
+            hidden[record.op, record.impl, why] += 1
         else:
-            shown.setdefault(number, []).append(record)
-    made = [section for number in sorted(shown) for section in parts[number].make(shown[number])]
-    made = _numbered(made)
-    sections = [*_summary(made), *made, _sources(records)]
-    if hidden or notes:
-        counts = Counter((r.op, r.impl, why) for why, some in hidden.items() for r in some)
-        sections.append(_not_shown(counts, notes))
-    return sections
+            shown.append(record)
+    made = _numbered(
+        [s for part in parts for s in part.make([r for r in shown if r.op in part.ops])]
+    )
+    last = [_not_shown(hidden, notes)] if hidden or notes else []
+    return [*_summary(made), *made, _sources(records), *last]
 
 
 def _numbered(sections: Sequence[Section]) -> list[Section]:
@@ -141,10 +124,12 @@ def _sources(records: Sequence[Measurement]) -> Section:
 
 def _not_shown(hidden: Counter[tuple[str, str, str]], notes: Sequence[str]) -> Section:
     """Records that no section shows, by op, impl and reason. notes: what else is missing."""
+    reasons = list(dict.fromkeys(why for *_, why in hidden))
+    counts = sorted(hidden.items(), key=lambda item: reasons.index(item[0][2]))
     table = Table(
         caption="Records that are not shown",
         header=("op", "impl", "records", "why"),
-        rows=tuple((op, impl, number, why) for (op, impl, why), number in hidden.items()),
+        rows=tuple((op, impl, number, why) for (op, impl, why), number in counts),
     )
     intro = "What was read and has no place above; octavo report --csv writes all of it."
     return Section(

@@ -6,8 +6,8 @@ Names and titles are escaped here: plotly reads tags such as <a href> in its tex
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape, unescape
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -47,15 +47,23 @@ class Point:
 
 
 def bars(
-    records: Sequence[Measurement], *, caption: str, x: str, y: str, series: str = "impl"
+    records: Sequence[Measurement],
+    *,
+    caption: str,
+    x: str,
+    y: str,
+    series: str = "impl",
+    x_title: str = "",
+    y_title: str = "",
 ) -> Figure:
     """Groups of bars: one group per value of `x`, one colour per value of `series`."""
     style = {"texttemplate": "%{y:.3g}", "textposition": "outside", "cliponaxis": False}
     traces: list[Trace] = []
     for name, some in _series(records, x, y, series).items():
-        x_y = {"x": [_text(at) for at, _ in some], "y": [value for _, value in some]}
-        traces.append({"type": "bar", "name": name, **x_y, **style})
-    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
+        at_x = [wrapped(format_column([at])[0]) for at, _ in some]
+        y_values = [value for _, value in some]
+        traces.append({"type": "bar", "name": name, "x": at_x, "y": y_values, **style})
+    layout = axes(x_title or label(x), y_title or label(y), len(traces))
     layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]
     if values and min(values) >= 0 < max(values):
@@ -71,8 +79,9 @@ def lines(
     x: str,
     y: str,
     series: str = "impl",
-    log_x: bool = False,
-    log_y: bool = False,
+    x_title: str = "",
+    y_title: str = "",
+    is_log: bool = False,
 ) -> Figure:
     """One line per value of `series`, its points ordered by the number `x`."""
     traces: list[Trace] = []
@@ -82,11 +91,10 @@ def lines(
         some.sort(key=lambda point: point[0])
         trace = markers(name, number, [at for at, _ in some], [value for _, value in some])
         traces.append(trace | {"mode": "lines+markers"})
-    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
-    for axis, is_log in (("xaxis", log_x), ("yaxis", log_y)):
-        layout[axis]["type"] = "log" if is_log else "linear"
+    layout = axes(x_title or label(x), y_title or label(y), len(traces))
+    layout["xaxis"]["type"] = layout["yaxis"]["type"] = "log" if is_log else "linear"
     measured = sorted({at for trace in traces for at in trace["x"]})
-    if log_x and len(measured) <= _MAX_SIZES:
+    if is_log and len(measured) <= _MAX_SIZES:
         layout["xaxis"] |= {"tickvals": measured, "ticktext": format_column(measured)}
     return Figure(caption=caption, data=tuple(traces), layout=layout)
 
@@ -107,7 +115,7 @@ def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: 
         trace["error_x"] = error_bars([p.up for p in some], [p.down for p in some])
         trace["text"] = [escape(point.name) for point in some]
         data.append(trace | {"hovertemplate": "%{text}: %{x:.4g}<extra></extra>"})
-    layout = axes(value_title) | {"showlegend": len(series) > 1}
+    layout = axes(value_title, num_series=len(series))
     layout["yaxis"] |= {
         "tickvals": list(places.values()),
         "ticktext": [wrapped(name) for name in names],
@@ -128,7 +136,7 @@ def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) ->
         "textposition": "auto",
         "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
     }
-    layout = axes(value_title) | {"showlegend": False}
+    layout = axes(value_title)
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     return Figure(caption=caption, data=(trace,), layout=layout, height_rem=_height(values))
 
@@ -164,13 +172,11 @@ def guide_line(
     return trace | {"x": list(x), "y": list(y), "line": guide(width, dash)}
 
 
-def axes(x_title: str, y_title: str = "") -> dict[str, Any]:
-    """The part of a layout that names both axes."""
-    pairs = {"xaxis": x_title, "yaxis": y_title}
-    return {
-        axis: {"title": {"text": escape(text), "font": {"size": 13}}}
-        for axis, text in pairs.items()
-    }
+def axes(x_title: str, y_title: str = "", num_series: int = 1) -> dict[str, Any]:
+    """A layout that names both axes, with a legend for several series."""
+    titles = ({"text": escape(text), "font": {"size": 13}} for text in (x_title, y_title))
+    xaxis, yaxis = ({"title": title} for title in titles)
+    return {"xaxis": xaxis, "yaxis": yaxis, "showlegend": num_series > 1}
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:
@@ -191,14 +197,6 @@ def log_ticks(values: Sequence[float]) -> dict[str, Any]:
     return {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
 
 
-def titled(figure: Figure, x_title: str, y_title: str) -> Figure:
-    """The figure with other titles of its axes, and names folded so that they fit beside others."""
-    layout = dict(figure.layout)
-    for axis, title in axes(x_title, y_title).items():
-        layout[axis] = {**layout.get(axis, {}), **title}
-    return replace(figure, layout=layout, data=tuple(map(_folded, figure.data)))
-
-
 def wrapped(name: str, width: int = NAME_WIDTH) -> str:
     """A name in lines for plotly, cut after a sign or a blank where there is one."""
     return "<br>".join(map(escape, _lines(name, width)))
@@ -214,14 +212,10 @@ def _series(
         if at is not None and isinstance(value, int | float):
             # What is not finite has no place on an axis; the table beside the plot shows it.
             point = at, value if math.isfinite(value) else None
-            found.setdefault(_text(record.get(series)), []).append(point)
+            found.setdefault(escape(format_column([record.get(series)])[0]), []).append(point)
     if not found:
         raise ConfigError(f"no record has both {x} and a number {y}")
     return found
-
-
-def _text(value: Any) -> str:
-    return escape(format_column([value])[0])
 
 
 def _short(number: float) -> str:
@@ -245,8 +239,3 @@ def _lines(name: str, width: int = NAME_WIDTH) -> list[str]:
 def _height(names: Mapping[str, Any] | Sequence[str]) -> int:
     """The height in rem that names below each other need."""
     return 8 + sum(1 + len(_lines(name)) for name in names)
-
-
-def _folded(trace: Trace) -> Trace:
-    # The names are escaped already.
-    return trace | {"x": [wrapped(unescape(x)) if isinstance(x, str) else x for x in trace["x"]]}

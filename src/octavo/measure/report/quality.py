@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, axes
@@ -13,6 +14,8 @@ from octavo.measure.report.tables import Cell, Table, grouped, machine_name, new
 COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
 _RECOVERY, _RECOVERY_ERROR = "recovery_percent", "recovery_standard_error_percent"
 _SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
+_score_dots = partial(dots, _SCORE, reach=either_side(_SCORE_ERROR))
+_recovery_dots = partial(dots, _RECOVERY, title="recovery (%)", reach=either_side(_RECOVERY_ERROR))
 _PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
 
 
@@ -35,79 +38,52 @@ def recovers(what: str) -> Callable[[Rows], str]:
     return lambda rows: recovery_headline(what, rows)
 
 
-def _windows(records: Rows) -> Rows:
-    """The rows of each run over text, one run after the other."""
-    same = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
-    return [row for runs in grouped(records, *same).values() for row in newest(runs, "recipe")]
-
-
-def _read(row: Measurement) -> str:
-    context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
-    return f"{context}, against {row.baseline}"
-
-
+_SAME_WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
 PERPLEXITY = Kind(
     ops=("perplexity",),
-    needs=("model", "recipe", "perplexity", "context", "chunk"),
-    rows=_windows,
+    needs="model recipe perplexity context chunk",
+    # Those of each run over text, one run after the other.
+    rows=lambda records: [
+        row for run in grouped(records, *_SAME_WINDOWS).values() for row in newest(run, "recipe")
+    ],
     title="Perplexity: {model}, {machine}",
     text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
     "error is much smaller than that of the perplexity.",
     headline=recovers("perplexity"),
-    figures=dots(
-        _RECOVERY,
+    figures=_recovery_dots(
         caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good "
         "as the baseline. Bars are one standard error over the windows of text.",
-        title="recovery (%)",
-        reach=either_side(_RECOVERY_ERROR),
-        series=_read,
+        series=lambda row: (
+            f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once, against "
+            f"{row.baseline}"
+        ),
     ),
     caption="Perplexity, by recipe",
-    columns=(
-        "data",
-        "context",
-        "chunk",
-        "num_windows",
-        "recipe",
-        "perplexity",
-        "perplexity_standard_error",
-        "perplexity_ratio",
-        _RECOVERY,
-        _RECOVERY_ERROR,
-    ),
+    columns="data context chunk num_windows recipe perplexity perplexity_standard_error "
+    f"perplexity_ratio {_RECOVERY} {_RECOVERY_ERROR}",
 )
 
 
 MRCR = Kind(
     ops=("mrcr",),
-    needs=("model", "data", "recipe", "bucket", "num_needles", "score_percent"),
-    by=("model", "data", "num_needles"),
-    rows=("recipe", "bucket"),
+    needs="model data recipe bucket num_needles score_percent",
+    by="model data num_needles",
+    rows="recipe bucket",
     title="Long conversations (MRCR): {model}, {data}, {machine}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
     headline=lambda rows: recovery_headline(
         "MRCR", [row for row in rows if row.case["bucket"] == "all"]
     ),
-    figures=dots(
-        _SCORE,
+    figures=_score_dots(
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
         "are one standard error.",
         title="score (%)",
-        reach=either_side(_SCORE_ERROR),
         name="bucket",
         series=lambda row: str(row.case["recipe"]),
     ),
     caption="MRCR, by recipe",
-    columns=(
-        "recipe",
-        "bucket",
-        "num_questions",
-        _SCORE,
-        _SCORE_ERROR,
-        "auc_percent",
-        _RECOVERY,
-    ),
+    columns=f"recipe bucket num_questions {_SCORE} {_SCORE_ERROR} auc_percent {_RECOVERY}",
 )
 
 
@@ -127,46 +103,30 @@ def _pass_title(rows: Rows) -> str:
     return f"{about}, {_asked(rows)}, {machine_name(first)}"
 
 
-def _pass_recovery(rows: Rows) -> str:
-    first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
-    return (
-        f"Recovery of each recipe: its pass@1 in that of {first}, of the same questions; 100 % is "
-        "as good. Bars are one standard error."
-    )
+def _first(rows: Rows) -> str:
+    return next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
 
 
 _PASS_FIGURES = (
-    dots(
-        _SCORE,
+    _score_dots(
         caption="pass@1 of each recipe: the share of right answers; higher is better. Bars are one "
         "standard error over questions and repetitions.",
         title="pass@1 (%)",
-        reach=either_side(_SCORE_ERROR),
         series=lambda row: "pass@1",
     ),
-    dots(
-        _RECOVERY,
-        caption=_pass_recovery,
-        title="recovery (%)",
-        reach=either_side(_RECOVERY_ERROR),
+    _recovery_dots(
+        caption=lambda rows: (
+            f"Recovery of each recipe: its pass@1 in that of {_first(rows)}, of the same "
+            "questions; 100 % is as good. Bars are one standard error."
+        ),
         series=lambda row: "recovery",
     ),
 )
 PASS_AT_1 = Kind(
     ops=("choice", "math"),
-    needs=("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
-    by=(
-        "op",
-        "model",
-        "data",
-        "subset",
-        "split",
-        "num_questions",
-        "repetitions",
-        "temperature",
-        "max_tokens",
-    ),
-    rows=("recipe",),
+    needs="model data recipe score_percent num_questions repetitions",
+    by="op model data subset split num_questions repetitions temperature max_tokens",
+    rows="recipe",
     title=_pass_title,
     text=lambda rows: (
         f"{_asked(rows)}. pass@1 is how often a question is answered rightly, as the mean over "
@@ -178,31 +138,20 @@ PASS_AT_1 = Kind(
     headline=lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows),
     figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
-    columns=(
-        "recipe",
-        _SCORE,
-        _SCORE_ERROR,
-        "repetition_standard_error_percent",
-        _RECOVERY,
-        _RECOVERY_ERROR,
-        "difference_percent",
-        "difference_standard_error_percent",
-        "num_answers",
-        "num_unparsed",
-        "num_cut",
-        "mean_answer_tokens",
-    ),
+    columns=f"recipe {_SCORE} {_SCORE_ERROR} repetition_standard_error_percent {_RECOVERY} "
+    f"{_RECOVERY_ERROR} difference_percent difference_standard_error_percent num_answers "
+    "num_unparsed num_cut mean_answer_tokens",
     heads={_SCORE: "pass@1 (%)"},
 )
 
 TEXTS = Kind(
     ops=("texts",),
-    needs=("model", "recipe", "prompt", "text"),
-    rows=("prompt", "recipe"),
+    needs="model recipe prompt text",
+    rows="prompt recipe",
     title="Texts: {model}, {machine}",
     text="The same prompts, answered with each recipe.",
     caption="Texts, by prompt and recipe",
-    columns=("prompt", "recipe", "text"),
+    columns="prompt recipe text",
 )
 
 
@@ -215,18 +164,20 @@ def needle_table(records: Rows) -> Table:
     rows: list[tuple[Cell, ...]] = []
     base = 0.0
     for name, own in by_name.items():
-        by_length = [[r for r in own if r.case["length"] == length] for length in lengths]
-        shares = [_mean_found(some) if some else None for some in by_length]
-        whole = _mean_found(own)
+        found = {
+            n: [r.values["found_percent"] for r in own if r.case["length"] == n] for n in lengths
+        }
+        shares = [statistics.fmean(some) if some else None for some in found.values()]
+        whole = statistics.fmean(record.values["found_percent"] for record in own)
         recovered = 100 * whole / base if base else None
         base = base if rows else whole  # the first row is what the others are compared with
         rows.append((name, *shares, whole, _standard_error(own), recovered))
-    return Table(
-        caption=f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
-        f"repetitions: {first['repetitions']}",
-        header=("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)"),
-        rows=tuple(rows),
+    caption = (
+        f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
+        f"repetitions: {first['repetitions']}"
     )
+    header = ("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)")
+    return Table(caption=caption, header=header, rows=tuple(rows))
 
 
 def needle_figures(records: Rows) -> tuple[Figure, ...]:
@@ -245,9 +196,9 @@ def _needle_headline(rows: Rows) -> str:
 
 NEEDLE = Kind(
     ops=("needle",),
-    needs=("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent"),
-    by=("model", "haystack", "repetitions"),
-    rows=("recipe", "length", "depth"),
+    needs="model haystack recipe length depth repetitions found_percent",
+    by="model haystack repetitions",
+    rows="recipe length depth",
     title="Needles in a haystack: {model}, {machine}",
     text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
     "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "
@@ -287,16 +238,12 @@ def _heat_map(name: str, records: Rows) -> Figure:
     return Figure(
         caption=f"{name}: {where if lost else 'most are found at all lengths and depths'}",
         data=(trace,),
-        layout=layout | {"showlegend": False},
+        layout=layout,
     )
 
 
 def _by_recipe(records: Rows) -> dict[str, list[Measurement]]:
     return {str(recipe): own for (_, recipe), own in grouped(records, "recipe").items()}
-
-
-def _mean_found(records: Rows) -> float:
-    return statistics.fmean(record.values["found_percent"] for record in records)
 
 
 def _standard_error(records: Rows) -> float | None:

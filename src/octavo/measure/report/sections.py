@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.plots import Figure, Point, points, titled
-from octavo.measure.report.tables import Key, Table, filled_table, grouped, newest
+from octavo.measure.report.plots import Figure, Point, points
+from octavo.measure.report.tables import Table, filled_table, grouped, newest
 
 Rows = Sequence[Measurement]
 Said = str | Callable[[Rows], str]  # a text, or what makes it of the rows
@@ -54,7 +54,8 @@ class Section:
 class Kind:
     """A part of a page by description: a section for each machine and value of `by`.
 
-    Texts have names of `by` and {machine} in braces, or are functions of the rows.
+    Texts have names of `by` and {machine} in braces, or are functions of the rows. Names of cases
+    and values are words of one string.
 
     Attributes:
         ops: The ops whose records it shows.
@@ -70,13 +71,13 @@ class Kind:
     """
 
     ops: tuple[str, ...]
-    needs: tuple[str, ...]
-    by: tuple[str, ...] = ("model",)
-    rows: tuple[str, ...] | Callable[[Rows], Rows] = ()
+    needs: str
+    by: str = "model"
+    rows: str | Callable[[Rows], Rows] = ""
     title: Said
     text: Said = ""
     caption: Said = ""
-    columns: tuple[str, ...] = ()
+    columns: str = ""
     heads: Mapping[str, str] = field(default_factory=dict)
     tables: Callable[[Rows], Iterable[Table]] | None = None
     headline: Callable[[Rows], str] = lambda rows: ""
@@ -85,27 +86,32 @@ class Kind:
 
     def make(self, records: Rows) -> list[Section]:
         """The sections of all of these records."""
-        return [self._section(key, own) for key, own in grouped(records, *self.by).items()]
+        by = self.by.split()
+        groups = grouped(records, *by).items()
+        return [
+            self._section(dict(zip(("machine", *by), key, strict=True)), own) for key, own in groups
+        ]
 
     def missing_names(self, record: Measurement) -> list[str]:
         """The names that a record would need to be shown."""
-        return [name for name in self.needs if record.get(name) is None]
+        return [name for name in self.needs.split() if record.get(name) is None]
 
-    def _section(self, key: Key, records: Rows) -> Section:
-        rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows)
-        names = dict(zip(("machine", *self.by), key, strict=True))
+    def _section(self, names: Mapping[str, object], records: Rows) -> Section:
+        rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows.split())
         title, text, caption = (
             said(rows) if callable(said) else said.format_map(names)
             for said in (self.title, self.text, self.caption)
         )
-        if self.tables is None:
-            table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
+        columns = self.columns.split()
+        tables = self.tables or (
+            lambda rows: [filled_table(rows, caption=caption, columns=columns, heads=self.heads)]
+        )
         return Section(
             title=title,
             text=text,
             headline=self.headline(rows),
             figures=tuple(self.figures(rows)),
-            tables=(table,) if self.tables is None else tuple(self.tables(rows)),
+            tables=tuple(tables(rows)),
             sheets=tuple(self.sheets(rows)),
         )
 
@@ -126,11 +132,6 @@ def best_row(
         return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
 
     return headline
-
-
-def plot(draw: Callable[..., Figure], x_title: str, y_title: str, **about: str | bool) -> Figures:
-    """One plot of all rows; draw: a function of plots.py, which takes `about`."""
-    return lambda rows: [titled(draw(rows, **about), x_title, y_title)]
 
 
 def dots(

@@ -6,19 +6,10 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
+from octavo.measure.report import plots
 from octavo.measure.report.latency import ENGINE
-from octavo.measure.report.plots import (
-    Figure,
-    axes,
-    bars,
-    guide_line,
-    markers,
-    name_bars,
-    titled,
-    wrapped,
-)
 from octavo.measure.report.sections import Kind, Rows, best_row
-from octavo.measure.report.tables import Cell, Table, machine_name, newest, tokens_text
+from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -30,26 +21,21 @@ def _step(
     title: str,
     what: str,
     size: Callable[[Measurement], str],
-    needs: tuple[str, ...] = (),
+    needs: str = "",
     x_title: str,
-    columns: tuple[str, ...],
+    columns: str,
 ) -> Kind:
     """Whole models that run one step, at several sizes: speed-ups, and medians as a table."""
 
     def rows(records: Rows) -> Rows:
-        fastest: dict[str, dict[object, Measurement]] = {}
-        for record in newest(records):
-            of_size = fastest.setdefault(size(record), {})
-            best = of_size.setdefault(record.case["recipe"], record)
-            if record.values["median_ms"] < best.values["median_ms"]:
-                of_size[record.case["recipe"]] = record
+        sized = [replace(r, case={**r.case, "size": size(r)}) for r in newest(records)]
         return [
-            replace(record, case={**record.case, "size": name})
-            for name, of_size in fastest.items()
-            for record in of_size.values()
+            min(of_recipe, key=lambda row: row.values["median_ms"])
+            for of_size in grouped(sized, "size").values()
+            for of_recipe in grouped(of_size, "recipe").values()
         ]
 
-    def figures(rows: Rows) -> Iterable[Figure]:
+    def figures(rows: Rows) -> Iterable[plots.Figure]:
         compared = _compared(rows)
         if not compared:
             return
@@ -58,14 +44,21 @@ def _step(
         if len({row.case["size"] for row in rows}) == 1:
             # No groups and no legend: many recipes have room below each other.
             speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
-            yield name_bars(speedups, caption=caption, value_title="speed-up (×)")
+            yield plots.name_bars(speedups, caption=caption, value_title="speed-up (×)")
         else:
-            figure = bars(compared, caption=caption, x="size", y="speedup", series="recipe")
-            yield titled(figure, x_title, "speed-up (×)")
+            yield plots.bars(
+                compared,
+                caption=caption,
+                x="size",
+                y="speedup",
+                series="recipe",
+                x_title=x_title,
+                y_title="speed-up (×)",
+            )
 
     return Kind(
         ops=(op,),
-        needs=("model", "recipe", "median_ms", *needs),
+        needs=f"model recipe median_ms {needs}",
         rows=rows,
         title=f"{title}: {{model}}, {{machine}}",
         text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
@@ -95,9 +88,9 @@ ENCODER = _step(
     title="Vision encoder",
     what="The whole vision tower, by resolution and number of images",
     size=lambda r: f"{r.case['images']} × {r.case['resolution']}",
-    needs=("images", "resolution"),
+    needs="images resolution",
     x_title="images",
-    columns=("size", "recipe", "impl", "median_ms", "speedup", "tower_relative_rms"),
+    columns="size recipe impl median_ms speedup tower_relative_rms",
 )
 DIFFUSION = _step(
     "diffusion_step",
@@ -105,25 +98,17 @@ DIFFUSION = _step(
     what="One step of the transformer, by the size of its inputs",
     size=_diffusion_size,
     x_title="inputs",
-    columns=(
-        "size",
-        "recipe",
-        "attention",
-        "median_ms",
-        "speedup",
-        "relative_rms",
-        "weight_bytes_ratio",
-        "peak_bytes_ratio",
-    ),
+    columns="size recipe attention median_ms speedup relative_rms weight_bytes_ratio "
+    "peak_bytes_ratio",
 )
 GENERATE = _step(
     "generate",
     title="One token in transformers",
     what="One decoding step with an octavo cache, by batch and context",
     size=lambda r: f"{r.case['batch']} × {tokens_text(int(r.case['context']))}",
-    needs=("batch", "context"),
+    needs="batch context",
     x_title="batch × context (tokens)",
-    columns=("size", "recipe", "median_ms", "speedup", "cache_ratio", "relative_rms"),
+    columns="size recipe median_ms speedup cache_ratio relative_rms",
 )
 
 
@@ -141,19 +126,10 @@ def _throughput_text(rows: Rows) -> str:
 
 THROUGHPUT = Kind(
     ops=("throughput",),
-    needs=("model", "row", "output_throughput"),
-    by=(
-        *ENGINE,
-        "data",
-        "num_prompts",
-        "input_len",
-        "output_len",
-        "range_ratio",
-        "max_concurrency",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-    ),
-    rows=("row",),
+    needs="model row output_throughput",
+    by=f"{ENGINE} data num_prompts input_len output_len range_ratio max_concurrency max_num_seqs "
+    "max_num_batched_tokens",
+    rows="row",
     title="Throughput: {model}, {machine}",
     text=_throughput_text,
     headline=best_row(
@@ -162,44 +138,26 @@ THROUGHPUT = Kind(
         "against {baseline}.",
     ),
     figures=lambda rows: [
-        name_bars(
+        plots.name_bars(
             {str(row.case["row"]): row.values["output_throughput"] for row in rows},
             caption="Output tokens per second of all requests together, by row; higher is better.",
             value_title="output (tokens/s)",
         )
     ],
     caption="Throughput, by row",
-    columns=(
-        "row",
-        "output_throughput",
-        "total_token_throughput",
-        "output_throughput_gain",
-        "median_ttft_ms",
-        "median_tpot_ms",
-        "relative_rms",
-    ),
+    columns="row output_throughput total_token_throughput output_throughput_gain median_ttft_ms "
+    "median_tpot_ms relative_rms",
 )
 SERVE = Kind(
     ops=("serve",),
-    needs=("model", "output_throughput"),
+    needs="model output_throughput",
     title="Serving: {model}, {machine}",
     text="Requests over HTTP to a server, as its users send them: at a rate, or with a number of "
     "them at once.",
     caption="Served requests, by run",
-    columns=(
-        "server_options",
-        "request_rate",
-        "max_concurrency",
-        "num_prompts",
-        "request_throughput",
-        "output_throughput",
-        "request_goodput",
-        "median_ttft_ms",
-        "p99_ttft_ms",
-        "median_tpot_ms",
-        "median_itl_ms",
-        "p99_itl_ms",
-    ),
+    columns="server_options request_rate max_concurrency num_prompts request_throughput "
+    "output_throughput request_goodput median_ttft_ms p99_ttft_ms median_tpot_ms "
+    "median_itl_ms p99_itl_ms",
 )
 
 
@@ -214,7 +172,7 @@ def _advice_headline(rows: Rows) -> str:
     )
 
 
-def _advice_figures(rows: Rows) -> Iterable[Figure]:
+def _advice_figures(rows: Rows) -> Iterable[plots.Figure]:
     models: dict[str, list[Measurement]] = {}
     for row in rows:
         if "predicted_speedup" in row.values:
@@ -224,17 +182,17 @@ def _advice_figures(rows: Rows) -> Iterable[Figure]:
     data = []
     for number, (model, own) in enumerate(models.items()):
         x, y = ([r.values[f"{how}_speedup"] for r in own] for how in ("measured", "predicted"))
-        trace = markers(wrapped(model), number, x, y)
+        trace = plots.markers(plots.wrapped(model), number, x, y)
         trace["text"] = [escape(f"{row.case['what']}, {row.case['row']}") for row in own]
         hover = "%{text}<br>measured %{x:.2f}, predicted %{y:.2f}<extra></extra>"
         data.append(trace | {"hovertemplate": hover})
     ends = [end for trace in data for axis in "xy" for end in trace[axis]]
     equal = [min(ends), max(ends)]
-    yield Figure(
+    yield plots.Figure(
         caption="Predicted over measured speed-up of whole models; on the dotted line they are "
         "equal.",
-        data=(*data, guide_line("equal", equal, equal, width=1, dash="dot")),
-        layout=axes("measured speed-up (×)", "predicted speed-up (×)") | {"showlegend": True},
+        data=(*data, plots.guide_line("equal", equal, equal, width=1, dash="dot")),
+        layout=plots.axes("measured speed-up (×)", "predicted speed-up (×)", 1 + len(data)),
         height_rem=26,
     )
 
@@ -242,8 +200,8 @@ def _advice_figures(rows: Rows) -> Iterable[Figure]:
 # Records that compare advice with what was measured.
 COMPARED_ADVICE = Kind(
     ops=("advise",),
-    needs=("model", "what", "row", "measured_speedup"),
-    by=(),
+    needs="model what row measured_speedup",
+    by="",
     rows=lambda records: records,
     title="Advice: predicted against measured, {machine}",
     text="What octavo advise says of a model before anything of it was measured here, beside what "
@@ -251,15 +209,7 @@ COMPARED_ADVICE = Kind(
     headline=_advice_headline,
     figures=_advice_figures,
     caption="Speed-ups over BF16, predicted without the model's own records, and measured",
-    columns=(
-        "model",
-        "what",
-        "row",
-        "predicted_speedup",
-        "measured_speedup",
-        "error_percent",
-        "note",
-    ),
+    columns="model what row predicted_speedup measured_speedup error_percent note",
 )
 
 
@@ -286,36 +236,31 @@ def _advised_text(rows: Rows) -> str:
 
 
 def _advised_headline(rows: Rows) -> str:
-    faster = [
-        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
-        for row in rows
-        if "speedup" in row.values
-    ]
-    return f"Advice for {_advised(rows)}: {'; '.join(faster)}." if faster else ""
+    faster = [row for row in rows if "speedup" in row.values]
+    said = [f"{r.case['what']} {r.values['speedup']:.2f} times as fast" for r in faster]
+    return f"Advice for {_advised(rows)}: {'; '.join(said)}." if said else ""
 
 
 def _advised_tables(rows: Rows) -> list[Table]:
+    header: tuple[str, ...] = ("what", "BF16", "recipe", "speed-up (×)")
     expected = Table(
-        caption="What to expect of the recipe",
-        header=("what", "BF16", "recipe", "speed-up (×)"),
-        rows=tuple(map(_expected, rows)),
+        caption="What to expect of the recipe", header=header, rows=tuple(map(_expected, rows))
     )
     text = str(rows[0].case["recipe"])
     try:
         settings = _flat(tomllib.loads(text)) or [("nothing is quantized", "")]
     except tomllib.TOMLDecodeError:  # of a record that somebody wrote by hand
         settings = [("recipe", text)]
-    recipe = Table(
-        caption="The recipe (recipe.toml)", header=("setting", "value"), rows=tuple(settings)
-    )
+    header = ("setting", "value")
+    recipe = Table(caption="The recipe (recipe.toml)", header=header, rows=tuple(settings))
     return [expected, recipe]
 
 
 ADVICE = Kind(
     ops=("advice",),
-    needs=("model", "gpu", "context", "what", "recipe", "reasons"),
-    by=("model", "gpu", "context", "concurrency"),
-    rows=("what",),
+    needs="model gpu context what recipe reasons",
+    by="model gpu context concurrency",
+    rows="what",
     title=lambda rows: f"Advice: {_advised(rows)}",
     text=_advised_text,
     headline=_advised_headline,

@@ -6,12 +6,10 @@ A name says its unit: `median_ms` reads "median (ms)". Numbers have four digits:
 import csv
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement, Scalar
 
@@ -160,16 +158,14 @@ class Table:
     def numeric(self) -> tuple[bool, ...]:
         """For each column, whether it holds numbers."""
         return tuple(
-            any(map(_is_number, column)) and all(c is None or _is_number(c) for c in column)
-            for column in self._columns()
+            any(map(_is_number, cells)) and all(c is None or _is_number(c) for c in cells)
+            for _, *cells in zip(self.header, *self.rows, strict=True)
         )
 
     def texts(self) -> list[tuple[str, ...]]:
         """The rows as text, numbers formatted column by column."""
-        return list(zip(*map(format_column, self._columns()), strict=True))
-
-    def _columns(self) -> list[tuple[Cell, ...]]:
-        return [tuple(row[index] for row in self.rows) for index in range(len(self.header))]
+        columns = zip(*self.rows, strict=True)
+        return list(zip(*map(format_column, columns), strict=True))
 
 
 def from_records(
@@ -240,8 +236,3 @@ def to_csv(records: Sequence[Measurement]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([columns, *([record.get(name) for name in columns] for record in records)])
     return text.getvalue()
-
-
-def write_csv(records: Sequence[Measurement], path: str | os.PathLike[str]) -> None:
-    """Write the file in one step: a reader sees the old one or the new one."""
-    write_atomically(path, to_csv(records).encode("utf-8", "backslashreplace"))
