@@ -4,9 +4,7 @@ Names are imported when they are first used: `import octavo` loads neither torch
 package, and touches no GPU.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.extras import explain_missing
@@ -72,9 +70,42 @@ if TYPE_CHECKING:
     from octavo.serving.engine.request import Sampling as Sampling
     from octavo.serving.engine.settings import EngineSettings as EngineSettings
 
-# Name -> its module, read from the imports above: importing this file runs none of them.
-_IMPORT = re.compile(r"^    from (octavo\.\S+) import \(?\s*(\w+) as", re.MULTILINE)
-_HOME = {name: module for module, name in _IMPORT.findall(Path(__file__).read_text("utf-8"))}
+# Module -> its public names.
+_NAMES = {
+    "cache.pages": "PageAllocator",
+    "cache.spec": "CacheSpec",
+    "cache.storage": "PagedStorage",
+    "cache.view": "PagedView",
+    "calibration.observers": "CalibrationSettings",
+    "calibration.scale_file": "LayerScales ScaleSet load_scales save_scales",
+    "errors": "CapacityError CheckpointError ConfigError OctavoError UnsupportedError",
+    "integrations.apply": "apply_ quantize_ restore_",
+    "integrations.calibrate_linear": "calibrate_linear",
+    "integrations.diffusers.calibrate": "calibrate_pipeline",
+    "integrations.diffusers.sensitivity": "Sensitivity scan_sensitivity",
+    "integrations.diffusers.step_cache": (
+        "count_cached_steps drop_step_cache_ fit_tea_cache use_step_cache_"
+    ),
+    "integrations.transformers.calibrate": "calibrate calibrate_kv",
+    "integrations.transformers.load": "load_fp8",
+    "integrations.transformers.quantizer": "OctavoConfig",
+    "layers.scaled_dot_product_attention": "ScaledDotProductAttention",
+    "layers.warmup": "warmup",
+    "numerics.amax": "AmaxHistory",
+    "numerics.attention": "AttentionSpec Packing",
+    "numerics.formats": "E4M3 E5M2",
+    "numerics.granularity": "PerBlock PerChannel PerHead PerTensor PerToken",
+    "numerics.qkv": "QkvScales QuantizedQkv",
+    "numerics.quantize": "Quantized",
+    "ops.scaled_dot_product_attention": "scaled_dot_product_attention",
+    "recipe": "Recipe",
+    "serving.engine.image_request": "ImageResult ImageSampling",
+    "serving.engine.llm": "LLM",
+    "serving.engine.omni": "Omni",
+    "serving.engine.request": "Completion Sampling",
+    "serving.engine.settings": "EngineSettings",
+}
+_HOME = {name: f"octavo.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(["__version__", "ops", *_HOME])
 
