@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.numerics.attention import AttentionSpec, parse_spec
 from octavo.numerics.decode_plan import PlanSettings
@@ -59,9 +59,14 @@ _PLAIN: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     Granularity: ("str", "str({})", parse_granularity),
     PlanSettings: ("int[]", "{}.numbers", PlanSettings.of_numbers),
 }
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 # What checks and kernels depend on, apart from a tensor's values. Whether memory holds the values
-# negated (a view of a conjugated tensor) is asked too: such a tensor needs torch's help.
-_TRAITS = "({0}.shape, {0}.stride(), {0}.dtype, {0}.device, type({0}), {0}.is_neg())"
+# negated (a view of a conjugated tensor) is asked too: such a tensor needs torch's help. Signatures
+# are kept, so they are numbers in plain tuples, which cost the garbage collector nothing.
+_TRAITS = (
+    "(tuple({0}.shape), {0}.stride(), {0}.dtype, {0}.device, type({0}) in PLAIN_TENSORS, "
+    "{0}.is_neg())"
+)
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,15 @@ class Form:
     """What can be derived from the fields of a `Arguments`.
 
     arguments: those of a schema. flatten: the flat arguments of a call. rebuild: the call of flat
-    arguments. signature: what checks of a call depend on.
+    arguments. signature: the op's name, the state of the thread, and what checks of a call depend
+    on: one tuple of plain values as far as possible, since many are kept.
     writes: flat arguments that the op writes into. constants: integers for which a traced graph is
     made; others may vary.
     """
 
-    def __init__(self, call: type, writes: Sequence[str], constants: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, call: type, writes: Sequence[str] = (), constants: Sequence[str] = ()
+    ) -> None:
         self.leaves = list(_leaves_of_fields(call, "call"))
         names = [leaf.name for leaf in self.leaves]
         unknown = {*writes, *constants}.difference(names)
@@ -97,8 +105,9 @@ class Form:
             for place, leaf in enumerate(self.leaves)
         )
         # Written out as Python and compiled once: loops over fields would cost every call time.
-        self.flatten = _tuple_of([leaf.value for leaf in self.leaves])
-        self.signature = _tuple_of([leaf.trait for leaf in self.leaves])
+        self.flatten = _tuple_of("call", [leaf.value for leaf in self.leaves])
+        traits = [repr(name), "state", *(leaf.trait for leaf in self.leaves)]
+        self.signature = _tuple_of("call, state", traits)
         scope: dict[str, Any] = {}
         made = _maker(call, deque(names), scope)
         self.rebuild: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {made}", scope)
@@ -161,9 +170,10 @@ def _declaration(leaf: _Leaf, written: int | None, is_constant: bool) -> str:
     return f"{kind} {leaf.name}"
 
 
-def _tuple_of(values: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function of `call` that makes a tuple of these."""
-    function: Callable[[Any], tuple[Any, ...]] = eval(f"lambda call: ({', '.join(values)},)")
+def _tuple_of(parameters: str, values: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """A function that makes a tuple of these."""
+    source = f"lambda {parameters}: ({', '.join(values)},)"
+    function: Callable[..., tuple[Any, ...]] = eval(source, {"PLAIN_TENSORS": PLAIN_TENSORS})
     return function
 
 

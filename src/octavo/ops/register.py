@@ -6,12 +6,12 @@ from inspect import signature
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.env import use_cache_dir, use_fused_products
 from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
-from octavo.ops.arguments import Arguments, Form
+from octavo.ops.arguments import PLAIN_TENSORS, Arguments, Form
 from octavo.ops.select import PREPARED, remember
 
 with internals("torch"):
@@ -62,7 +62,7 @@ class Operator:
         constants: Sequence[str] = (),
     ) -> None:
         self.name = name
-        self.form = form = Form(call, writes, constants)
+        self.form = form = Form(name, call, writes, constants)
         _LIBRARY.define(f"{name}({form.arguments}) -> {_results(call)}")
 
         def run(*values: Any) -> Any:
@@ -88,15 +88,16 @@ class Operator:
         # Gradients and whoever listens to calls of torch have to see every call.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_function_stack():
             return self._by_torch(call)
+        state = _state()
         try:
-            signature = self.name, _state(), self.form.signature(call)
+            signature = self.form.signature(call, state)
             known = PREPARED.get(signature)
         except (AttributeError, TypeError):  # no tensors, or sizes that are not numbers yet
             return self._by_torch(call)
         if known is None:
             result = self._by_torch(call)
             values = self.form.flatten(call)
-            if signature[1] in _PLAIN_STATES and all(map(_is_plain, values)):
+            if state in _PLAIN_STATES and all(map(_is_plain, values)):
                 remember(signature, (call.prepare(), _gpu_of(values)))
             return result
         run, gpu = known
@@ -131,7 +132,7 @@ def _is_plain(value: object) -> bool:
     """Whether an argument can be given to an implementation as it is."""
     if not isinstance(value, Tensor):
         return True
-    is_known = type(value) in (Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
+    is_known = type(value) in PLAIN_TENSORS and value.device.type in ("cpu", "cuda")
     return is_known and not (_dispatch_keys(value) & _BETWEEN).raw_repr()
 
 

@@ -5,7 +5,7 @@ implementation runs or raises; left out, the first one without an objection runs
 sentence that says why a request cannot be served.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -86,21 +86,23 @@ class Impl:
 
 
 _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
-# Signatures of calls that were checked, and what runs such calls.
+# Signatures of calls that were checked, and what runs such calls; the latter are few.
 PREPARED: dict[Any, Any] = {}
+_DISTINCT: dict[Any, Any] = {}
 MAX_PREPARED = 4096  # prompts of any length have different signatures
 
 
-def remember(signature: object, prepared: object) -> None:
+def remember(signature: object, prepared: Hashable) -> None:
     """Keep what runs calls with this signature, until implementations change."""
     if len(PREPARED) >= MAX_PREPARED:
         PREPARED.clear()
-    PREPARED[signature] = prepared
+        _DISTINCT.clear()
+    PREPARED[signature] = _DISTINCT.setdefault(prepared, prepared)
 
 
 def _forget() -> None:
-    find_run.cache_clear()
-    PREPARED.clear()
+    for known in (find_run.cache_clear, PREPARED.clear, _DISTINCT.clear):
+        known()
 
 
 def register_impl(
