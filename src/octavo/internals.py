@@ -36,6 +36,12 @@ _USED: dict[str, dict[str, str]] = {
     "octavo.ops": {
         "torch._C": "DispatchKey DispatchKeySet _AutoDispatchBelowAutograd _DisableAutocast "
         "_dispatch_keys _dispatch_tls_local_include_set _len_torch_function_stack",
+        "torch": "_scaled_mm",
+        "torch.UntypedStorage": "_cdata",
+        "torch._ops.OpOverload": "_schema",
+        "torch.utils._python_dispatch": "TorchDispatchMode",
+        "torch.ops.aten": "_scaled_mm",
+        "torch.utils._pytree": "tree_leaves tree_map",
         "torch._C.DispatchKey": "Conjugate FuncTorchDynamicLayerBackMode Functionalize Negative "
         "Python ZeroTensor",
         "torch._dynamo.decorators.assume_constant_result": "_dynamo_marked_constant",
@@ -54,8 +60,8 @@ _USED: dict[str, dict[str, str]] = {
         "torch.utils._python_dispatch": "TorchDispatchMode",
     },
     "octavo's layers": {
-        "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers "
-        "_compiled_call_impl _forward_hooks _forward_pre_hooks _load_from_state_dict "
+        "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers _parameters "
+        "_compiled_call_impl _forward_hooks _forward_pre_hooks _load_from_state_dict _modules "
         "_save_to_state_dict",
     },
     "octavo's FP8 linear layers": {"torch.nn.modules.conv": "_ConvNd"},
@@ -71,12 +77,12 @@ _USED: dict[str, dict[str, str]] = {
         "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     },
     "octavo's kernels": {
-        "triton.compiler.CompiledKernel": "__getitem__",
+        "triton": "knobs",
+        "triton.compiler.CompiledKernel": "function packed_metadata run",
         "triton.experimental.gluon.nvidia.hopper": "TensorDescriptor",
-        "triton.experimental.gluon.nvidia.hopper.TensorDescriptor": "__post_init__ base "
-        "block_shape layout shape strides",
+        "triton.experimental.gluon.nvidia.hopper.TensorDescriptor": "base block_shape from_tensor",
         "triton.language.extra.cuda": "gdc_launch_dependents gdc_wait",
-        "triton.runtime.jit": "JITFunction",
+        "triton.runtime": "driver",
         "triton.runtime.jit.JITFunction": "arg_names",
     },
     "octavo's Gluon kernels": {

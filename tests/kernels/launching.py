@@ -15,9 +15,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import LazyDict
 
 from octavo.kernels import device as devices
 from octavo.kernels.quantize_qkv.config import token_classes
+from octavo.ops import register
+from octavo.ops.replay import Replay
+from octavo.ops.select import PREPARED
 from octavo.ops.warm_up import AttentionLayers, LinearLayers, warm_up_calls
 
 SHARED_BYTES = 227 * 1024
@@ -27,7 +31,7 @@ class Driver:
     """Stands for Triton's CUDA driver and notes the arguments of launches."""
 
     def __init__(self, capability):
-        self.capability, self.launched = capability, []
+        self.capability, self.launched, self.inputs = capability, [], {}
         self.launcher_cls = nvidia.CudaLauncher
         self.utils = SimpleNamespace(
             launch=self.launch,
@@ -57,15 +61,37 @@ class Driver:
     def launch(self, *args):
         # Newer versions of Triton give the kernel's arguments as one tuple.
         given = args[-1] if isinstance(args[-1], tuple | list) else args
-        self.launched.append([_kind(x) for x in given])
+        self.launched.append([self.kind(x) for x in given])
+
+    def kind(self, x):
+        """What a launch may not change: which tensor, a plain value, of all else the type."""
+        is_address = isinstance(x, torch.Tensor) or (type(x) is int and x > 2**32)
+        if is_address:
+            address = x if isinstance(x, int) else x.data_ptr()
+            return self.inputs.get(address, "another tensor")
+        if isinstance(x, triton.knobs.HookChain | LazyDict):
+            return "None"  # what a replay gives in place of an empty chain, and of what it is told
+        is_plain = x is None or isinstance(x, bool | int | float | str | tuple | list)
+        return repr(x) if is_plain else type(x).__name__
 
 
-def _kind(x):
-    """What a launch may not change: a tensor's dtype, a plain value, of all else the type."""
-    if isinstance(x, torch.Tensor):
-        return str(x.dtype)
-    is_plain = x is None or isinstance(x, bool | int | float | str | tuple | list)
-    return repr(x) if is_plain else type(x).__name__
+def addresses(value):
+    """Where the tensors among the arguments of a call lie: address -> number."""
+    found = {}
+
+    def note(one):
+        if isinstance(one, torch.Tensor):
+            found.setdefault(one.data_ptr(), f"tensor {len(found)}")
+        elif isinstance(one, tuple | list):
+            for part in one:
+                note(part)
+        elif isinstance(one, dict):
+            note(list(one.values()))
+        else:
+            note(list(getattr(one, "__dict__", {}).values()))
+
+    note([getattr(value, "args", ()), getattr(value, "keywords", {})])
+    return found
 
 
 def install(capability):
@@ -100,19 +126,24 @@ def layers():
 def main(capability):
     driver = install(capability)
     # One size of each: what the ladders of a warm-up add are other constants of the same kernels.
+    register.RECORD_AT = 2  # the third call is replayed
     ladders = sys.modules["octavo.ops.warm_up"]
     ladders.BATCHES, ladders.ROOMS, ladders.QUERIES = (2,), (1024,), (ladders.NUM_TOKENS,)
     ladders.token_classes = lambda num_scales: token_classes(num_scales)[-1:]
     for name, call in warm_up_calls(layers(), torch.device("cpu")):
         row = {"name": name, "launches": []}
         try:
-            for _ in range(2):
-                driver.launched.clear()
-                call()
-                row["launches"].append(list(driver.launched))
+            driver.inputs = addresses(call)
+            with torch.inference_mode():
+                for _ in range(3):
+                    driver.launched.clear()
+                    call()
+                    row["launches"].append(list(driver.launched))
         except Exception:
             row["error"] = traceback.format_exc()
         print(json.dumps(row), flush=True)
+    kinds = [type(known) for known in PREPARED.values()]
+    print(json.dumps({"replays": kinds.count(Replay), "signatures": len(kinds)}))
 
 
 if __name__ == "__main__":

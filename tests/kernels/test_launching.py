@@ -18,20 +18,23 @@ PROGRAM = Path(__file__).with_name("launching.py")
 # How many of the 27 calls launch a kernel at least. On sm_80 the reference runs FP8;
 # elsewhere two large products are torch's own.
 NUM_LAUNCHING = {80: 8, 89: 25, 90: 25, 100: 25}
+# And how many are replayed when they repeat: not the reference.
+NUM_REPLAYED = {80: 8, 89: 25, 90: 27, 100: 25}
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_every_kernel_is_compiled_and_launched_twice(capability, tmp_path):
-    """The second launch, whose arguments Triton does not look at, is the same as the first."""
+def test_every_kernel_is_compiled_launched_and_replayed(capability, tmp_path):
+    """What a replay launches is what Triton was given before, with the same tensors."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     # Triton 3.9 warns of launches that leave its default of fused products to it.
     no_default = ["-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning"]
     command = [sys.executable, *no_default, str(PROGRAM), str(capability)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    *rows, last = [json.loads(line) for line in result.stdout.splitlines()]
     for row in rows:
         assert "error" not in row, f"{row['name']}: {row['error']}"
-        first, second = row["launches"]
-        assert first == second, row["name"]
+        first, *others = row["launches"]
+        assert others == [first] * 2, row["name"]
+    assert last["replays"] >= NUM_REPLAYED[capability], last
     assert sum(bool(row["launches"][0]) for row in rows) >= NUM_LAUNCHING[capability]

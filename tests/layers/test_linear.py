@@ -150,7 +150,8 @@ def test_sizes_are_padded_to_what_matrix_products_read():
 def test_implementations_see_sizes_that_they_are_fast_at(options):
     shapes = []
 
-    def run(a, b, bias, *, out_dtype, activation):
+    def run(a, b, bias, *, out_dtype, activation, scale=None):
+        assert (scale is None) == (options.get("scaling") != "static")
         data = a if isinstance(a, torch.Tensor) else a.data
         shapes.append((*data.shape, *b.data.shape, *bias.shape))
         return data.new_zeros(len(data), len(b.data), dtype=out_dtype)

@@ -49,7 +49,20 @@ def test_an_activation_is_quantized_first(activation, out_dtype):
         ),
         (
             {"activation": PerToken(), "a": quantize(draw()[0], PerToken())},
-            "a is torch.float8_e4m3fn: leave activation out",
+            "a is torch.float8_e4m3fn: leave activation and scale out",
+        ),
+        (
+            {"scale": torch.ones(()), "a": quantize(draw()[0], PerToken())},
+            "leave activation and scale out",
+        ),
+        ({"scale": torch.ones(())}, "an activation per tensor for a static scale, got none"),
+        (
+            {"scale": torch.ones(()), "activation": PerToken()},
+            "an activation per tensor for a static scale, got per token",
+        ),
+        (
+            {"scale": torch.ones(5), "activation": PerTensor()},
+            "granularity tensor of a [] needs a float32 scale of shape [], got torch.float32 [5]",
         ),
         ({"activation": PerToken(), "a": torch.zeros(5, 96).double()}, "a in bfloat16, float16"),
         ({"impl": "cutlass"}, "impl for scaled_mm, one of torch, triton, reference; got 'cutlass'"),

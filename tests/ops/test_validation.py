@@ -504,8 +504,8 @@ BAD = [
     ),
     (qkv, {"impl": "cuda"}, "impl for quantize_qkv, one of triton, reference; got 'cuda'"),
     # scaled_mm
-    (matmul, {"a": zeros(4, 31)}, "a [rows, K] and b [columns, K], got [4, 31] and [6, 32]"),
-    (matmul, {"a": zeros(2, 4, 32)}, "a [rows, K] and b [columns, K], got [2, 4, 32] and [6, 32]"),
+    (matmul, {"a": zeros(4, 31)}, "a [..., K] and b [columns, K], got [4, 31] and [6, 32]"),
+    (matmul, {"a": zeros()}, "a [..., K] and b [columns, K], got [] and [6, 32]"),
     (matmul, {"b": of(zeros(6, 32, 1), PerTensor())}, "got [4, 32] and [6, 32, 1]"),
     (
         matmul,

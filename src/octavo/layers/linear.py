@@ -15,7 +15,6 @@ from octavo.layers.saturation import SaturationCounter
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.formats import format_named
 from octavo.numerics.granularity import (
-    Granularity,
     PerBlock,
     PerChannel,
     PerTensor,
@@ -27,7 +26,12 @@ from octavo.numerics.scales import amax_to_scale, finite_amax
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_fp8_device, fp8_objection
 from octavo.recipe import LinearSettings
 
-require("torch.nn.Module._load_from_state_dict", "torch.nn.Module._save_to_state_dict")
+require(
+    "torch.nn.Module._buffers",
+    "torch.nn.Module._load_from_state_dict",
+    "torch.nn.Module._parameters",
+    "torch.nn.Module._save_to_state_dict",
+)
 
 # What FP8 matrix products read at once; other sizes would leave the fast implementations.
 ALIGNMENT = 16
@@ -59,6 +63,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     input_scale: Tensor | None
     # Of static scaling. None on the class: a layer pickled by an older octavo has none.
     saturation: SaturationCounter | None = None
+    # Of the last input: a device that can run the layer.
+    _good_device: torch.device | None = None
 
     def __init__(
         self,
@@ -80,6 +86,9 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.weight_granularity = parse_granularity(settings.weight)
         self.activation = parse_granularity(settings.activation) if settings.activation else None
         self.shards = self._check_sizes(shards)
+        # How the product sees the weight: shards with scales of their own are channels.
+        is_sharded = len(self.shards) > 1 and isinstance(self.weight_granularity, PerTensor)
+        self.product_granularity = PerChannel() if is_sharded else self.weight_granularity
         # Whether a plain weight was given up for it, which cannot be brought back.
         self.is_converted = False
         # Whether it stands for several layers, whose common input is what a norm has made.
@@ -87,7 +96,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self._plain_dtype = dtype or torch.get_default_dtype()
         fp8 = format_named(settings.format).dtype
         shape = (_aligned(out_features), _aligned(in_features))
-        scale_shape = self._product_granularity().scale_shape(shape)
+        scale_shape = self.product_granularity.scale_shape(shape)
         scale = torch.full(scale_shape, torch.nan, dtype=torch.float32, device=device)
         self.register_buffer("weight", torch.zeros(shape, dtype=fp8, device=device))
         self.register_buffer("weight_scale", scale)
@@ -172,7 +181,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
             parts = weight.split(self.shards)
             scale = torch.stack([amax_to_scale(finite_amax(x, PerTensor()), fmt) for x in parts])
             scale = self._placed("weight_scale", scale)[: self.out_features]
-        quantized = ops.quantize(weight, self._product_granularity(), fmt, scale=scale)
+        quantized = ops.quantize(weight, self.product_granularity, fmt, scale=scale)
         self.weight = _padded(quantized.data, self._placed_shape("weight"), 0)
         self.weight_scale = _padded(quantized.scale, self._placed_shape("weight_scale"), 1)
 
@@ -215,7 +224,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] as the product sees it."""
-        quantized = Quantized(self.weight, self.weight_scale, self._product_granularity())
+        quantized = Quantized(self.weight, self.weight_scale, self.product_granularity)
         return quantized.dequantize(dtype)[: self.out_features, : self.in_features]
 
     def extra_repr(self) -> str:
@@ -226,39 +235,45 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input · weightᵀ + bias for [..., in] in bf16, fp16 or fp32, in the input's dtype."""
         self._check_input(input)
-        if not torch.compiler.is_compiling() and self.saturation and self.input_scale is not None:
-            self.saturation.see(input, self.input_scale)
-        rows = input.reshape(-1, self.in_features)
-        if (num_missing := self.weight.shape[1] - self.in_features) > 0:
-            rows = nn.functional.pad(rows, (0, num_missing))
-        operand, activation = self._operand(rows)
+        is_compiling = torch.compiler.is_compiling()
+        # torch.nn.Module takes long to find an attribute that is a buffer or a parameter.
+        buffers, bias = self._buffers, self._parameters["bias"]
+        weight, weight_scale, scale = map(buffers.get, ("weight", "weight_scale", "input_scale"))
+        assert weight is not None and weight_scale is not None
+        if self.saturation is not None and scale is not None and not is_compiling:
+            self.saturation.see(input, scale)
+        if (num_missing := weight.shape[1] - self.in_features) > 0:
+            input = nn.functional.pad(input, (0, num_missing))
+        quantized, activation = None, self.activation
+        if is_compiling and (quantized := self._quantized(input, scale)) is not None:
+            activation = scale = None
         out = ops.scaled_mm(
-            operand,
-            Quantized(self.weight, self.weight_scale, self._product_granularity()),
-            self.bias,
+            input if quantized is None else quantized,
+            Quantized(weight, weight_scale, self.product_granularity),
+            bias,
             activation=activation,
+            scale=scale,
             out_dtype=input.dtype,
             impl=self.impl,
         )
-        if out.shape[1] != self.out_features:
-            out = out[:, : self.out_features].contiguous()
-        return out.reshape(*input.shape[:-1], self.out_features)
+        if out.shape[-1] != self.out_features:
+            out = out[..., : self.out_features].contiguous()
+        return out if out.dim() == input.dim() else out.view(*input.shape[:-1], self.out_features)
 
-    def _operand(self, rows: Tensor) -> tuple[Quantized | Tensor, Granularity | None]:
-        """rows as the product takes them, and how it quantizes them itself, if it is to.
+    def _quantized(self, x: Tensor, scale: Tensor | None) -> Quantized | None:
+        """The rows of x quantized in plain torch, for a compiler; None if the product does it.
 
-        In a compiled model they are quantized in plain torch: the compiler makes that a part of the
-        kernel in front, a norm or an activation function, which then writes FP8.
+        The compiler makes that a part of the kernel in front, a norm or an activation function,
+        which then writes FP8.
         """
-        is_compiling = torch.compiler.is_compiling()
-        if self.input_scale is not None:
-            convert = quantize if is_compiling else ops.quantize
-            return convert(rows, PerTensor(), scale=self.input_scale), None
+        rows = x.reshape(-1, x.shape[-1])
+        if scale is not None:
+            return quantize(rows, PerTensor(), scale=scale)
         # Two questions: the answer to the second is a guard of the compiled graph.
-        if is_compiling and isinstance(self.activation, PerToken) and self.in_features <= MAX_FUSED:  # noqa: SIM102
+        if isinstance(self.activation, PerToken) and self.in_features <= MAX_FUSED:  # noqa: SIM102
             if self.is_joint or len(rows) > FEW_ROWS:
-                return quantize(rows, self.activation), None
-        return rows, self.activation
+                return quantize(rows, self.activation)
+        return None
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in FLOAT_DTYPES:
@@ -270,20 +285,19 @@ class Fp8Linear(Float32Buffers, nn.Linear):
             raise ConfigError(
                 f"{self.label}: expected x [..., {self.in_features}], got {list(x.shape)}"
             )
+        if self.activation is None or self.impl is not None or x.device == self._good_device:
+            return
         # torch.compile compiles a layer again for each label that it reads: only to raise.
-        if self.activation is not None and self.impl is None and fp8_objection(x.device):
+        if fp8_objection(x.device):
             check_fp8_device(self.label, x.device, self.impl, instead=WITHOUT_FP8)
-
-    def _product_granularity(self) -> Granularity:
-        """How the product sees the weight: shards with scales of their own are channels."""
-        is_sharded = len(self.shards) > 1 and isinstance(self.weight_granularity, PerTensor)
-        return PerChannel() if is_sharded else self.weight_granularity
+        if not torch.compiler.is_compiling():
+            self._good_device = x.device
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The true shapes of what the state dict has."""
         weight = (self.out_features, self.in_features)
         scale = self.weight_granularity.scale_shape(weight)
-        if self._product_granularity() != self.weight_granularity:
+        if self.product_granularity != self.weight_granularity:
             scale = (len(self.shards),)
         return {"weight": weight, "weight_scale": scale, "bias": (self.out_features,)}
 
@@ -291,19 +305,19 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         """The shape of a tensor as the product takes it: padded."""
         out, depth = _aligned(self.out_features), _aligned(self.in_features)
         if name == "weight_scale":
-            return self._product_granularity().scale_shape((out, depth))
+            return self.product_granularity.scale_shape((out, depth))
         return (out, depth) if name == "weight" else (out,)
 
     def _placed(self, name: str, x: Tensor) -> Tensor:
         """A tensor of the state dict as the product takes it: one scale per channel, padded."""
-        if name == "weight_scale" and self._product_granularity() != self.weight_granularity:
+        if name == "weight_scale" and self.product_granularity != self.weight_granularity:
             sizes = torch.tensor(self.shards, device=x.device)
             x = x.repeat_interleave(sizes, output_size=self.out_features)
         return _padded(x, self._placed_shape(name), 1 if name == "weight_scale" else 0)
 
     def _stored(self, name: str, x: Tensor) -> Tensor:
         """The inverse of `_placed`."""
-        if name == "weight_scale" and self._product_granularity() != self.weight_granularity:
+        if name == "weight_scale" and self.product_granularity != self.weight_granularity:
             starts = [sum(self.shards[:index]) for index in range(len(self.shards))]
             return x[torch.tensor(starts, device=x.device)]
         return x[tuple(slice(size) for size in self._shapes()[name])].contiguous()

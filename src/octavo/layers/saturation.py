@@ -76,15 +76,17 @@ class SaturationCounter:
         # float64 [2] on the device: how many saturated, and the largest over the range.
         self.counts: Tensor | None = None
 
-    @torch.no_grad()
     def see(self, x: Tensor, scale: Tensor) -> None:
         """Take note of one call, and of its input x if it is one that counts."""
         if WATCH.is_paused:
             return
         call = self.num_calls
         self.num_calls += 1
-        if call >= FIRST and call % self.every:
-            return
+        if call < FIRST or call % self.every == 0:
+            self._count(x, scale)
+
+    @torch.no_grad()
+    def _count(self, x: Tensor, scale: Tensor) -> None:
         # Tensors of other kinds stand for no values, as while a model is traced.
         if type(x) is not Tensor or x.is_meta or x.numel() == 0 or is_capturing():
             return

@@ -18,7 +18,7 @@ from octavo.numerics.attention import AttentionSpec, parse_spec
 from octavo.numerics.decode_plan import PlanSettings
 from octavo.numerics.formats import Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, parse_granularity
-from octavo.ops.select import Request, find_run
+from octavo.ops.select import Request, find_run, is_replayable
 
 
 class Arguments:
@@ -37,6 +37,10 @@ class Arguments:
     def prepare(self) -> Callable[..., Any]:
         """What runs calls with this signature: the implementation that is selected for them."""
         return find_run(self.request(), self.impl)
+
+    def is_replayable(self) -> bool:
+        """Whether all that calls like this one do follows from their signature."""
+        return is_replayable(self.request(), self.impl)
 
     def run(self, run: Callable[..., Any]) -> Any:
         """The result of `run`, as a tensor or a tuple of tensors; none of them is an argument."""
@@ -73,13 +77,14 @@ _TRAITS = (
 class _Leaf:
     """One flat argument: its name, torch's word for its type, and Python that finds it in `call`.
 
-    trait: Python for what checks depend on.
+    trait: Python for what checks depend on. place: where it is, unless it is missing.
     """
 
     name: str
     kind: str
     value: str
     trait: str
+    place: str
 
 
 class Form:
@@ -112,6 +117,11 @@ class Form:
         made = _maker(call, deque(names), scope)
         self.rebuild: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {made}", scope)
 
+    def tensors(self, call: Any) -> dict[str, Tensor]:
+        """The tensors among the arguments of a call, by the Python that finds them in it."""
+        named = zip(self.leaves, self.flatten(call), strict=True)
+        return {leaf.place: x for leaf, x in named if isinstance(x, Tensor)}
+
 
 def _leaves_of_fields(
     owner: type, place: str, prefix: str = "", guard: str = ""
@@ -142,6 +152,7 @@ def _leaves(hint: Any, name: str, place: str, guard: str) -> Iterator[_Leaf]:
             kind=f"{kind}?" if guard else kind,
             value=_guarded(pattern.format(place), guard),
             trait=_guarded(trait, guard),
+            place=place,
         )
     elif is_dataclass(inner) or hasattr(inner, "_fields"):
         yield from _leaves_of_fields(inner, place, f"{name}_", guard)

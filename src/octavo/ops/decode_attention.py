@@ -234,6 +234,7 @@ register_impl(
     objection=_triton_objection,
     reason="split over pages on any CUDA GPU",
     is_automatic=True,
+    is_replayable=True,
 )
 register_impl(
     "decode_attention",
@@ -242,4 +243,5 @@ register_impl(
     objection=_gluon_objection,
     reason="pages straight to registers, at memory speed",
     is_automatic=True,
+    is_replayable=True,
 )

@@ -159,6 +159,9 @@ class PlanArguments(Arguments):
 
         return make_plan
 
+    def is_replayable(self) -> bool:
+        return self.impl in PLANNED
+
     def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         max_blocks = -(-self.max_tokens // self.settings.block_tokens)
         items, counters = run(self.lengths, self.settings, max_blocks)

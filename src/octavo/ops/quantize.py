@@ -47,13 +47,6 @@ def quantize(
     return Quantized(data, scale, granularity)
 
 
-def quantize_operand(x: Tensor, granularity: Granularity) -> Quantized:
-    """x in e4m3 with dynamic scales, for ops that have checked it: not another op in theirs."""
-    call = DynamicArguments(x, granularity, E4M3, 1.0, False, None)
-    data, scale = call.run(call.prepare())
-    return Quantized(data, scale, granularity)
-
-
 @dataclass(eq=False)
 class DynamicArguments(Arguments):
     """One call of `quantize` that finds its scales."""
@@ -151,4 +144,5 @@ register_impl(
     objection=_triton_objection,
     reason="FP8 casts on the GPU in one or two launches",
     is_automatic=True,
+    is_replayable=True,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch import Tensor
 from octavo.env import use_cache_dir, use_fused_products
 from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
+from octavo.kernels.listening import listener
 from octavo.ops.arguments import PLAIN_TENSORS, Arguments, Form
-from octavo.ops.select import PREPARED, remember
+from octavo.ops.replay import Replay, record
+from octavo.ops.select import NUM_CALLS, PREPARED, remember
 
 with internals("torch"):
     from torch._C import (
@@ -30,6 +32,10 @@ require("torch._C.DispatchKey")
 # Before any op imports its kernels.
 use_cache_dir()
 use_fused_products()
+# In place of the state of a thread: calls that torch has dispatched, which nobody may have checked.
+_BY_TORCH = "dispatched"
+# To record a call takes about as long as these save: most sizes of prompts are seen by one pass.
+RECORD_AT = 8
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
 # What torch has between autograd and an implementation, for some tensors: it records a call, finds
@@ -43,6 +49,14 @@ for _key in (
     DispatchKey.ZeroTensor,
 ):
     _BETWEEN |= DispatchKeySet(_key)
+
+
+class Prepared(NamedTuple):
+    """What runs calls with a signature, and the GPU that must be the current one."""
+
+    run: Callable[..., Any]
+    gpu: int | None
+    is_replayable: bool
 
 
 class Operator:
@@ -67,8 +81,10 @@ class Operator:
 
         def run(*values: Any) -> Any:
             arguments: Arguments = form.rebuild(*values)
+            signature = form.signature(arguments, _BY_TORCH)
             with _DisableAutocast(), on_device_of(values):
-                return arguments.run(arguments.prepare())
+                known = PREPARED.get(signature) or self._prepare(arguments, values, signature)
+                return self._repeat(arguments, signature, known)
 
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         names = [leaf.name for leaf in form.leaves]
@@ -95,20 +111,48 @@ class Operator:
         except (AttributeError, TypeError):  # no tensors, or sizes that are not numbers yet
             return self._by_torch(call)
         if known is None:
-            result = self._by_torch(call)
+            call.check()
             values = self.form.flatten(call)
-            if state in _PLAIN_STATES and all(map(_is_plain, values)):
-                remember(signature, (call.prepare(), _gpu_of(values)))
-            return result
-        run, gpu = known
-        if gpu is not None and gpu != torch.cuda.current_device():
+            if state not in _PLAIN_STATES or not all(map(_is_plain, values)):
+                return self._operator(*values)
+            known = self._prepare(call, values, signature)
+        if known.gpu is not None and known.gpu != torch.cuda.current_device():
             return self._by_torch(call)
+        if type(known) is Replay and not known.calls_torch:
+            result = known.run(call)
+            if result is not None:
+                return result
         with _AutoDispatchBelowAutograd(), _DisableAutocast():
-            return call.run(run)
+            return self._repeat(call, signature, known)
 
     def _by_torch(self, call: Arguments) -> Any:
         call.check()
+        if listener() is not None:  # as a part of another op that is recorded
+            return call.run(call.prepare())
         return self._operator(*self.form.flatten(call))
+
+    def _prepare(self, call: Arguments, values: Sequence[object], signature: Any) -> "Prepared":
+        """Find and keep what runs calls with this signature."""
+        known = Prepared(call.prepare(), _gpu_of(values), call.is_replayable())
+        remember(signature, known)
+        return known
+
+    def _repeat(self, call: Arguments, signature: Any, known: "Prepared | Replay") -> Any:
+        """Run a call whose signature is known; after some of them, record its steps."""
+        if type(known) is Replay:
+            result = known.run(call)
+            return call.run(call.prepare()) if result is None else result
+        assert isinstance(known, Prepared)
+        if not known.is_replayable:
+            return call.run(known.run)
+        num_calls = NUM_CALLS[signature] = NUM_CALLS.get(signature, 0) + 1
+        if num_calls != RECORD_AT:
+            return call.run(known.run)
+        tensors = self.form.tensors(call)
+        result, replay = record(lambda: call.run(known.run), tensors, known.gpu)
+        if replay is not None:
+            remember(signature, replay)
+        return result
 
 
 def _state() -> int:

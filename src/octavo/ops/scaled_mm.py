@@ -1,5 +1,6 @@
 """scaled_mm: the product of an activation and an FP8 weight."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,6 @@ from octavo.numerics.quantize import Quantized
 from octavo.numerics.quantize import quantize as reference_quantize
 from octavo.ops.arguments import Arguments
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device, check_scale
-from octavo.ops.quantize import quantize_operand
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.gemm import scaled_mm as reference
@@ -40,23 +40,27 @@ def scaled_mm(
     bias: Tensor | None = None,
     *,
     activation: Granularity | None = None,
+    scale: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> Tensor:
     """Multiply quantized matrices: a · bᵀ + bias, with their scales.
 
     a: [rows, K], FP8 with one scale per tensor, per token or per block of 1 × columns; or plain
-    bf16, fp16 or fp32, for weights in FP8 only. b: [columns, K], a weight in FP8 with one scale per
-    tensor, per channel or per block. bias: [columns], bf16, fp16 or fp32. Blocks of a and b must
-    have the same width along K. activation: quantizes a plain `a` to e4m3 first, with dynamic
-    scales of this granularity: per tensor, per token or per block of 1 × columns.
+    bf16, fp16 or fp32 [..., K], for weights in FP8 only. b: [columns, K], a weight in FP8 with one
+    scale per tensor, per channel or per block. bias: [columns], bf16, fp16 or fp32. Blocks of a and
+    b must have the same width along K. activation: quantizes a plain `a` to e4m3 first, with
+    dynamic scales of this granularity: per tensor, per token or per block of 1 × columns. scale:
+    the static one of an activation per tensor, float32 []. Returns [..., columns].
     """
     if isinstance(a, Tensor):
-        call = ProductArguments(a, None, activation, b, bias, out_dtype, impl)
-    elif activation is None:
+        call = ProductArguments(a, scale, activation, b, bias, out_dtype, impl)
+    elif activation is None and scale is None:
         call = ProductArguments(a.data, a.scale, a.granularity, b, bias, out_dtype, impl)
     else:
-        raise ConfigError(f"a is {a.data.dtype}: leave activation out, which quantizes plain a")
+        raise ConfigError(
+            f"a is {a.data.dtype}: leave activation and scale out, which quantize plain a"
+        )
     result: Tensor = _OPERATOR(call)
     return result
 
@@ -75,14 +79,18 @@ class ProductArguments(Arguments):
 
     def check(self) -> None:
         a, b, bias, out_dtype = self.a, self.b, self.bias, self.out_dtype
-        if a.dim() != 2 or b.data.dim() != 2 or a.shape[1] != b.data.shape[1]:
+        is_plain = not is_fp8(a.dtype)
+        has_rows = a.dim() >= 1 if is_plain else a.dim() == 2
+        if not has_rows or b.data.dim() != 2 or a.shape[-1] != b.data.shape[1]:
             raise ConfigError(
-                f"expected a [rows, K] and b [columns, K], got {list(a.shape)} and "
-                f"{list(b.data.shape)}"
+                f"expected a [{'...' if is_plain else 'rows'}, K] and b [columns, K], got "
+                f"{list(a.shape)} and {list(b.data.shape)}"
             )
         operand = self.operand()
         if isinstance(operand, Tensor):
             check_float("a", a)
+            if self.a_scale is not None:
+                _check_static(self.a_scale, self.a_granularity)
         else:
             _check_quantized("a", operand)
         _check_quantized("b", b)
@@ -98,17 +106,23 @@ class ProductArguments(Arguments):
         check_one_device(a=a, b=b.data, a_scale=self.a_scale, b_scale=b.scale, bias=bias)
 
     def operand(self) -> Quantized | Tensor:
-        """a with its scales; plain, if they are to be found or there are none."""
-        if self.a_scale is None or self.a_granularity is None:
-            return self.a
+        """a with its scales; plain [rows, K], if it is to be quantized or has none."""
+        if not is_fp8(self.a.dtype) or self.a_scale is None or self.a_granularity is None:
+            return self.a if self.a.dim() == 2 else self.a.reshape(-1, self.a.shape[-1])
         return Quantized(self.a, self.a_scale, self.a_granularity)
 
     def activation(self) -> Granularity | None:
         """How a plain a is quantized; None if it is not."""
-        return self.a_granularity if self.a_scale is None else None
+        return None if is_fp8(self.a.dtype) else self.a_granularity
 
     def request(self) -> Request:
-        used = {"bias": self.bias is not None, "activation": self.activation() is not None}
+        activation = self.activation()
+        used = {
+            "bias": self.bias is not None,
+            "activation": activation is not None,
+            "static": activation is not None and self.a_scale is not None,
+        }
+        rows = math.prod(self.a.shape[:-1])
         return Request(
             op="scaled_mm",
             device=describe(self.a.device),
@@ -116,26 +130,36 @@ class ProductArguments(Arguments):
             other_dtype=self.b.data.dtype,
             granularity=f"{self.a_granularity or 'tensor'} by {self.b.granularity}",
             features=frozenset(name for name, is_used in used.items() if is_used),
-            sizes=(self.a.shape[0], *self.b.data.shape),
+            sizes=(rows, *self.b.data.shape),
             bias_dtype=None if self.bias is None else self.bias.dtype,
             out_dtype=self.out_dtype,
         )
 
     def run(self, run: Callable[..., Any]) -> Tensor:
+        activation = self.activation()
+        static = {} if activation is None or self.a_scale is None else {"scale": self.a_scale}
         result: Tensor = run(
             self.operand(),
             self.b,
             self.bias,
             out_dtype=self.out_dtype,
-            activation=self.activation(),
+            activation=activation,
+            **static,
         )
-        return result
+        return result if self.a.dim() == 2 else result.view(*self.a.shape[:-1], result.shape[-1])
 
 
 def _check_quantized(name: str, x: Quantized) -> None:
     if not is_fp8(x.data.dtype):
         raise ConfigError(f"expected {name}'s data in FP8, got {x.data.dtype}")
     check_scale(name, x.scale, x.granularity, tuple(x.data.shape))
+
+
+def _check_static(scale: Tensor, activation: Granularity | None) -> None:
+    if not isinstance(activation, PerTensor):
+        how = "none" if activation is None else f"per {activation}"
+        raise ConfigError(f"expected an activation per tensor for a static scale, got {how}")
+    check_scale("a", scale, activation, ())
 
 
 def _check_granularities(a: Granularity | None, b: Granularity) -> None:
@@ -152,7 +176,7 @@ def _check_granularities(a: Granularity | None, b: Granularity) -> None:
 
 
 def _fake(a: Tensor, b_data: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b_data.shape[0]), dtype=out_dtype)
+    return a.new_empty((*a.shape[:-1], b_data.shape[0]), dtype=out_dtype)
 
 
 def _reference(
@@ -162,28 +186,15 @@ def _reference(
     *,
     out_dtype: torch.dtype,
     activation: Granularity | None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """What every implementation of `scaled_mm` takes and returns."""
+    """What every implementation of `scaled_mm` takes and returns; a plain a is [rows, K].
+
+    scale: of an activation with a static one; left out otherwise.
+    """
     if activation is not None and isinstance(a, Tensor):
-        a = reference_quantize(a, activation)
+        a = reference_quantize(a, activation, scale=scale)
     return reference(a, b, bias).to(out_dtype)
-
-
-def _torch(
-    a: Quantized | Tensor,
-    b: Quantized,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    activation: Granularity | None,
-) -> Tensor:
-    from octavo.kernels.scaled_mm.torch import scaled_mm as run
-
-    if activation is not None and isinstance(a, Tensor):
-        a = quantize_operand(a, activation)
-    if isinstance(a, Tensor):
-        raise ConfigError(f"expected a in FP8 for torch._scaled_mm, got {a.dtype}")
-    return run(a, b, bias, out_dtype=out_dtype)
 
 
 def _granularities(request: Request) -> tuple[Granularity, Granularity]:
@@ -228,13 +239,15 @@ register_impl(
     objection=_triton_objection,
     reason="any scales and sizes; for few rows the weight is read at the memory's speed",
     is_automatic=True,
+    is_replayable=True,
 )
 register_impl(
     "scaled_mm",
     "torch",
-    _torch,
+    "octavo.kernels.scaled_mm.torch:scaled_mm",
     objection=_torch_objection,
     reluctance=_torch_reluctance,
     reason="torch._scaled_mm is the fastest for many rows",
     is_automatic=True,
+    is_replayable=True,
 )

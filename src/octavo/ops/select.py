@@ -75,6 +75,7 @@ class Impl:
     objection: why it cannot serve a request, or None.
     reason: what to tell who asks why it was chosen. is_automatic: whether it is chosen unasked.
     reluctance: why another should serve a request that this one can serve, or None.
+    is_replayable: whether it asks for no data, and does the same to all tensors that are alike.
     """
 
     name: str
@@ -83,26 +84,34 @@ class Impl:
     reason: str
     is_automatic: bool = True
     reluctance: Callable[[Request], str | None] = lambda request: None
+    is_replayable: bool = False
 
 
 _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
 # Signatures of calls that were checked, and what runs such calls; the latter are few.
 PREPARED: dict[Any, Any] = {}
 _DISTINCT: dict[Any, Any] = {}
+# How often a signature was seen after its first call, until its steps are known.
+NUM_CALLS: dict[Any, int] = {}
 MAX_PREPARED = 4096  # prompts of any length have different signatures
 
 
 def remember(signature: object, prepared: Hashable) -> None:
     """Keep what runs calls with this signature, until implementations change."""
     if len(PREPARED) >= MAX_PREPARED:
-        PREPARED.clear()
-        _DISTINCT.clear()
+        forget_calls()
     PREPARED[signature] = _DISTINCT.setdefault(prepared, prepared)
 
 
+def forget_calls() -> None:
+    """Check every call again."""
+    for known in (PREPARED, _DISTINCT, NUM_CALLS):
+        known.clear()
+
+
 def _forget() -> None:
-    for known in (find_run.cache_clear, PREPARED.clear, _DISTINCT.clear):
-        known()
+    find_run.cache_clear()
+    forget_calls()
 
 
 def register_impl(
@@ -114,6 +123,7 @@ def register_impl(
     reason: str = "registered by a third party",
     is_automatic: bool = False,
     reluctance: Callable[[Request], str | None] = lambda request: None,
+    is_replayable: bool = False,
 ) -> None:
     """Add an implementation of `op`, to be asked for as impl=`name`.
 
@@ -122,12 +132,15 @@ def register_impl(
     objection: says why a request cannot be served, or returns None; it is asked once for each
     request, which must be all that it looks at. is_automatic: it also runs unasked, before all
     others, whenever it has no objection and no reluctance, which says why another implementation
-    should run unless this one is asked for.
+    should run unless this one is asked for. is_replayable: all that it does follows from the
+    shapes, strides, dtypes and plain values that it is given, never from data or other state: calls
+    that repeat are then recorded, and replayed without it (octavo.ops.replay).
     """
     impls = _impls_of(op)
     if any(impl.name == name for impl in impls):
         raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
-    impls.insert(0, Impl(name, run, objection, reason, is_automatic, reluctance))
+    impl = Impl(name, run, objection, reason, is_automatic, reluctance, is_replayable)
+    impls.insert(0, impl)
     _forget()
 
 
@@ -189,6 +202,11 @@ def find_run(request: Request, impl: str | None) -> Callable[..., Any]:
         module, _, function = run.partition(":")
         run = getattr(import_module(module), function)
     return run
+
+
+def is_replayable(request: Request, impl: str | None) -> bool:
+    """Whether calls that the same implementation serves can be replayed (octavo.ops.replay)."""
+    return _named(request.op, select(request, impl).impl).is_replayable
 
 
 def impl_names(op: str) -> list[str]:

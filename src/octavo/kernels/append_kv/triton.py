@@ -9,6 +9,7 @@ from octavo.cache.view import PagedView
 from octavo.internals import internals
 from octavo.kernels.append_kv.config import AppendConfig, choose
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.kernels.primitives import (
     amax_to_scale,
     cast_fp8,
@@ -227,7 +228,9 @@ def append_kv(
     num_pairs = rotary_dim // 2 + (head_dim - rotary_dim + 1) // 2
     largest = None if saturated is None else _largest(view)
     options = {"launch_pdl": True} if config.is_dependent else {}
-    _append_kernel[(num_tokens, triton.cdiv(num_kv_heads, config.block_heads))](
+    launch(
+        _append_kernel,
+        (num_tokens, triton.cdiv(num_kv_heads, config.block_heads)),
         key,
         value,
         queries,

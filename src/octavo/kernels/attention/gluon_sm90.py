@@ -7,6 +7,7 @@ accumulation, which costs no more than the rescaling it replaces.
 """
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from octavo.kernels.attention.config import (
 )
 from octavo.kernels.device import describe
 from octavo.kernels.gluon_primitives import load_tile, thread_barrier
-from octavo.kernels.launch import Fixed, launch, unchecked_descriptor
+from octavo.kernels.launch import launch
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
@@ -41,6 +42,7 @@ require(
     "triton.experimental.gluon",
     "triton.experimental.gluon.language",
     "triton.experimental.gluon.language.nvidia.hopper.mbarrier",
+    "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -1053,7 +1055,7 @@ def attention(
         "cu_seqlens_q_ptr": lse if packing is None else packing.cu_seqlens_q,
         "cu_seqlens_k_ptr": lse if packing is None else packing.cu_seqlens_k,
     }
-    launch(_attention_kernel, (num_programs,), tensors, fixed)
+    launch(_attention_kernel, (num_programs,), **tensors, **fixed)
     return out, lse
 
 
@@ -1067,7 +1069,7 @@ def _arguments(
     has_sinks: bool,
     config: GluonConfig,
     num_sms: int,
-) -> tuple[int, Fixed]:
+) -> tuple[int, dict[str, Any]]:
     """The number of programs, and what the kernel takes beside tensors.
 
     q_shape: batch, tokens, heads and head_dim; kv_shape: tokens and heads. num_packed: sequences of
@@ -1124,12 +1126,12 @@ def _arguments(
         "maxnreg": MAX_REGISTERS,
     }
     num_programs = min(num_jobs, num_sms) if config.is_persistent else num_jobs
-    return num_programs, Fixed(arguments)
+    return num_programs, arguments
 
 
 def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A tensor [batch, heads, …, …] that TMA copies in tiles [1, 1, rows, columns]."""
-    return unchecked_descriptor(x, (1, 1, rows, columns), _layout(rows, columns))
+    return TensorDescriptor.from_tensor(x, [1, 1, rows, columns], _layout(rows, columns))
 
 
 @cache

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.attention.config import AttentionConfig, AttentionShape, choose, split_head_dim
 from octavo.kernels.attention.primitives import LN_2, LOG2_E, LOWEST, attend, load_rows
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.qkv import QkvScales
@@ -333,7 +334,9 @@ def attention(
     cu_seqlens_q, cu_seqlens_k = q, k  # not read
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    _attention_kernel[(num_tiles * num_parts * num_heads,)](
+    launch(
+        _attention_kernel,
+        (num_tiles * num_parts * num_heads,),
         q,
         k,
         v,

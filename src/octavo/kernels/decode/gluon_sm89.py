@@ -12,6 +12,7 @@ from octavo.cache.view import PagedView
 from octavo.internals import internals, require
 from octavo.kernels.decode.config import GluonConfig, scale_strides
 from octavo.kernels.gluon_primitives import thread_barrier
+from octavo.kernels.launch import launch
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan
 
@@ -568,7 +569,9 @@ def decode(
     partial = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
     granularity = str(view.scale_granularity) if view.is_fp8 else "none"
-    _decode_kernel[(plan.capacity * num_programs,)](
+    launch(
+        _decode_kernel,
+        (plan.capacity * num_programs,),
         q,
         view.key_pages,
         view.value_pages,

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.cache.view import PagedView
 from octavo.kernels.decode.config import TritonConfig, is_fp8_native, scale_strides
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import (
     COMBINE_BLOCKS,
@@ -465,7 +466,9 @@ def make_plan(lengths: Tensor, settings: PlanSettings, max_blocks: int) -> tuple
     if num_sequences == 0:
         return items.fill_(-1), counters
     sequences = triton.next_power_of_2(num_sequences)
-    _plan_kernel[(1,)](
+    launch(
+        _plan_kernel,
+        (1,),
         lengths,
         items,
         counters,
@@ -517,7 +520,9 @@ def decode(
     if view.is_fp8 and not is_fp8_native(describe(q.device)):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
         bytes_of = "e4m3" if view.dtype == torch.float8_e4m3fn else "e5m2"
-    _decode_kernel[(plan.capacity * num_programs,)](
+    launch(
+        _decode_kernel,
+        (plan.capacity * num_programs,),
         q,
         key,
         value,

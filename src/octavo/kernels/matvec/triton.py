@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.internals import internals
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.kernels.matvec.config import MatvecConfig, default
 
 with internals("triton"):
@@ -80,7 +81,9 @@ def matvec(
     config = config or default(depth, describe(x.device))
     row_stride = weight.stride(0) if num_columns > 1 else 0
     align = math.gcd(8, depth, row_stride)  # 8 values of 16 bits are the widest load
-    _matvec_kernel[(triton.cdiv(num_columns, config.block_n),)](
+    launch(
+        _matvec_kernel,
+        (triton.cdiv(num_columns, config.block_n),),
         x.contiguous(),
         weight,
         None if bias is None else bias.contiguous(),

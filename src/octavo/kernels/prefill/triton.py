@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.cache.view import PagedView
 from octavo.kernels.attention.triton import attention
+from octavo.kernels.launch import launch
 from octavo.kernels.prefill.config import GatherConfig
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
@@ -204,7 +205,9 @@ def gather(
         )
     cu_seqlens = torch.empty(view.num_sequences + 1, dtype=torch.int32, device=device)
     num_blocks = max(1, triton.cdiv(view.max_pages * view.page_size, config.block_tokens))
-    _gather_kernel[(num_blocks * heads * view.num_sequences,)](
+    launch(
+        _gather_kernel,
+        (num_blocks * heads * view.num_sequences,),
         view.key_pages,
         view.value_pages,
         view.key_scale,

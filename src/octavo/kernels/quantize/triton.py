@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from octavo.internals import internals
 from octavo.kernels.device import describe
-from octavo.kernels.launch import Fixed, launch
+from octavo.kernels.launch import launch
 from octavo.kernels.primitives import amax_to_scale, cast_fp8, finite_magnitude, to_fp8
 from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose, default
 from octavo.numerics.formats import Fp8Format, format_of
-from octavo.numerics.granularity import Granularity, PerBlock, PerHead, PerTensor
+from octavo.numerics.granularity import Granularity, PerBlock, PerHead, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized
 
 with internals("triton"):
@@ -52,12 +53,14 @@ def _quantize_rows_kernel(
     x_ptr,
     data_ptr,
     scale_ptr,
+    given_ptr,
     num_rows,
     num_columns,
     row_stride,
     margin_over_max,
     MAX: tl.constexpr,
     IS_STATIC: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -66,7 +69,7 @@ def _quantize_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Some rows with one scale each.
+    """Some rows with one scale each; IS_SHARED: all get the given one, and it is written for each.
 
     Rows of NUM_CHUNKS tiles stay in registers; with 0 they are read twice, from the cache at last.
     HAS_TAIL: the last tile is not full.
@@ -81,7 +84,11 @@ def _quantize_rows_kernel(
     data_rows = data_ptr + row[:, None] * num_columns
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     if IS_STATIC:
-        scale = tl.load(scale_ptr + row, mask=row_mask, other=1.0)
+        if IS_SHARED:
+            scale = tl.load(given_ptr + row * 0, mask=row_mask, other=1.0)
+            tl.store(scale_ptr + row, scale, mask=row_mask)
+        else:
+            scale = tl.load(scale_ptr + row, mask=row_mask, other=1.0)
     elif NUM_CHUNKS > 0:
         chunks = ()
         amax = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -272,6 +279,17 @@ def quantize(
     return Quantized(data, scale, granularity)
 
 
+def quantize_rows(x: Tensor, given: Tensor, fmt: Fp8Format) -> Quantized:
+    """x with one scale for all of it, [], which the result has once for each row."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    granularity = PerToken()
+    scale = torch.empty(granularity.scale_shape(tuple(x.shape)), device=x.device)
+    if x.numel():
+        _run_rows(x, data, scale, granularity, 1.0, True, False, None, given)
+    return Quantized(data, scale, granularity)
+
+
 def _run_rows(
     x: Tensor,
     data: Tensor,
@@ -281,6 +299,7 @@ def _run_rows(
     is_static: bool,
     power_of_two: bool,
     config: QuantizeConfig | None,
+    given: Tensor | None = None,
 ) -> None:
     rows = x.reshape(-1, x.shape[-1])
     device = describe(x.device)
@@ -290,14 +309,15 @@ def _run_rows(
         factor,
         format_of(data.dtype).max,
         is_static,
+        given is not None,
         power_of_two,
         x.is_cuda,
         device.has_dependents,
         config,
     )
     grid = (triton.cdiv(rows.shape[0], config.block_rows),)
-    tensors = {"x_ptr": rows, "data_ptr": data, "scale_ptr": scale}
-    launch(_quantize_rows_kernel, grid, tensors, fixed)
+    given = scale if given is None else given
+    launch(_quantize_rows_kernel, grid, rows, data, scale, given, **fixed)
 
 
 @lru_cache(maxsize=1024)  # more than models have layers of different sizes
@@ -306,11 +326,12 @@ def _row_arguments(
     factor: float,
     largest: float,
     is_static: bool,
+    is_shared: bool,
     power_of_two: bool,
     is_cuda: bool,
     is_dependent: bool,
     config: QuantizeConfig,
-) -> Fixed:
+) -> dict[str, Any]:
     """What the kernel takes beside tensors; sizes: rows, columns, and the stride of rows."""
     num_rows, num_columns, row_stride = sizes
     arguments = {
@@ -320,6 +341,7 @@ def _row_arguments(
         "margin_over_max": factor,
         "MAX": largest,
         "IS_STATIC": is_static,
+        "IS_SHARED": is_shared,
         "POWER_OF_TWO": power_of_two,
         "NUM_CHUNKS": _num_chunks(num_columns, config),
         "HAS_TAIL": num_columns % config.block_columns != 0,
@@ -329,7 +351,7 @@ def _row_arguments(
         "BLOCK_COLUMNS": config.block_columns,
         "num_warps": config.num_warps,
     }
-    return Fixed(arguments | ({"launch_pdl": True} if is_dependent else {}))
+    return arguments | ({"launch_pdl": True} if is_dependent else {})
 
 
 def _num_chunks(num_columns: int, config: QuantizeConfig) -> int:
@@ -360,7 +382,9 @@ def _run_blocks(
         triton.cdiv(num_columns, group_columns),
         len(matrices),
     )
-    _quantize_blocks_kernel[grid](
+    launch(
+        _quantize_blocks_kernel,
+        grid,
         matrices,
         data,
         scale,
@@ -398,7 +422,9 @@ def _run_heads(
     num_partials = 0 if is_static else min(num_tiles, max(1, MAX_PARTIALS // num_heads))
     partials = torch.empty(num_heads * num_partials, dtype=torch.float32, device=x.device)
     if not is_static:
-        _amax_kernel[(num_partials, num_heads)](
+        launch(
+            _amax_kernel,
+            (num_partials, num_heads),
             rows,
             partials,
             num_rows,
@@ -408,7 +434,9 @@ def _run_heads(
             num_warps=config.num_warps,
         )
     grid = (num_tiles, num_heads, triton.cdiv(num_columns, config.block_columns))
-    _cast_heads_kernel[grid](
+    launch(
+        _cast_heads_kernel,
+        grid,
         rows,
         data,
         scale,

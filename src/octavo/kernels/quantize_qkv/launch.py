@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.launch import Fixed
 from octavo.kernels.quantize_qkv.config import AMAX_REGISTERS, NORM_TILE, QuantizeQkvConfig
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, NONE
 from octavo.numerics.qk_norm import QkNorm
@@ -147,7 +146,7 @@ def tensors_of(
 @lru_cache(maxsize=NUM_REMEMBERED)
 def amax_arguments(
     problem: Problem, ring_lengths: Sequence[int] | None, has_padding: bool
-) -> tuple[tuple[int, int], Fixed]:
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid of the amax kernel, and what it takes beside tensors."""
     num_partials = problem.config.num_partials
     arguments = {
@@ -158,7 +157,7 @@ def amax_arguments(
         "NUM_PARTIALS": num_partials,
         "maxnreg": AMAX_REGISTERS,
     }
-    return (num_partials, num_scales(problem)), Fixed(arguments)
+    return (num_partials, num_scales(problem)), arguments
 
 
 def num_scales(problem: Problem) -> int:
@@ -176,7 +175,7 @@ def cast_arguments(
     num_sequences: int | None,
     is_dynamic: bool,
     has_fma: bool,
-) -> tuple[tuple[int], Fixed]:
+) -> tuple[tuple[int], dict[str, Any]]:
     """The grid of the cast kernel, and what it takes beside tensors.
 
     num_columns: of transposed values. num_sequences: of packed ones.
@@ -204,7 +203,7 @@ def cast_arguments(
         "HAS_FMA": has_fma,
         "maxnreg": config.max_registers,
     }
-    return (sum(programs),), Fixed(arguments)
+    return (sum(programs),), arguments
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:

@@ -424,7 +424,7 @@ def _run_amax(
         "num_tokens_ptr": unused if num_tokens is None else num_tokens,
     }
     grid, fixed = amax_arguments(problem, _ring_lengths(rings), num_tokens is not None)
-    launch(_amax_kernel, grid, given, fixed)
+    launch(_amax_kernel, grid, **given, **fixed)
     return scratch
 
 
@@ -462,7 +462,7 @@ def _run_cast(
         is_dynamic=scratch is not None,
         has_fma=result.q.is_cuda,
     )
-    launch(_cast_kernel, grid, given, fixed)
+    launch(_cast_kernel, grid, **given, **fixed)
 
 
 def _ring_lengths(rings: Rings | None) -> tuple[int, ...] | None:

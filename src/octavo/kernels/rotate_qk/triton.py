@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.launch import launch
 from octavo.kernels.quantize_qkv.launch import as_dense
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, load_tile
 from octavo.kernels.rotate_qk.config import RotateQkConfig, default
@@ -92,7 +93,9 @@ def rotate_qk(
     num_programs = [_num_tiles(x, config) for x in parts]
     if sum(num_programs) == 0:
         return q_out, k_out
-    _rotate_kernel[(sum(num_programs),)](
+    launch(
+        _rotate_kernel,
+        (sum(num_programs),),
         **_strides(parts),
         **_tables(rotary, parts),
         q_ptr=parts[0],

@@ -15,6 +15,8 @@ MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 # Up to so many rows the weight is streamed past them: reading it is what takes the time.
 MAX_STREAM_ROWS = 64
+# Products of up to so many tiles of 128 x 128 leave most SMs idle, whoever computes them.
+MAX_FEW_TILES = 32
 # Tokens up to this width are quantized in front in one program's registers.
 MAX_TOKEN_WIDTH = 32768
 # The depth of one step of the tensor core's own accumulation (docs/explanation/numerics.md).
@@ -288,7 +290,10 @@ def torch_reluctance(
     On an H200, 16 × 6144 × 4096 takes torch 18.4 µs per token by channel, the Triton kernel
     10.2 µs; per tensor torch takes 10.3 µs (results/kernels_h200.jsonl).
     """
-    is_per_tensor = all(isinstance(one, PerTensor) for one in granularities)
-    if shape is not None and shape.rows <= MAX_STREAM_ROWS and not is_per_tensor:
+    if shape is None or all(isinstance(one, PerTensor) for one in granularities):
+        return None
+    if shape.rows <= MAX_STREAM_ROWS:
         return f"up to {MAX_STREAM_ROWS} rows the Triton kernel reads the weight faster"
+    if -(-shape.rows // 128) * -(-shape.columns // 128) <= MAX_FEW_TILES:
+        return f"up to {MAX_FEW_TILES} tiles the Triton kernel is as fast, and costs the host less"
     return None

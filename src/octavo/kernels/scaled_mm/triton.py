@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.internals import internals
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.kernels.primitives import amax_to_scale, finite_magnitude
 from octavo.kernels.quantize.triton import cast_rows, quantize
 from octavo.kernels.scaled_mm.config import (
@@ -236,6 +237,7 @@ def _quantize_tokens_kernel(
     row_stride,
     num_counters,
     margin_over_max,
+    IS_STATIC: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
@@ -245,14 +247,16 @@ def _quantize_tokens_kernel(
 ):
     """A part of one token in FP8; the product that follows may start, and finds counters at 0.
 
-    Every part looks at the whole token for its scale, which is quicker than to wait for the others.
+    Every part looks at the whole token for its scale, which is quicker than to wait for the others,
+    unless there is one scale for all tokens, IS_STATIC.
     """
     if IS_PRIMARY:
         gdc_launch_dependents()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x_ptr += row * row_stride
     offset = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offset, mask=offset < num_columns, other=0.0)
+    if not IS_STATIC:
+        x = tl.load(x_ptr + offset, mask=offset < num_columns, other=0.0)
     column = part * PART + tl.arange(0, PART)
     mask = column < num_columns
     values = tl.load(x_ptr + column, mask=mask, other=0.0)
@@ -260,10 +264,13 @@ def _quantize_tokens_kernel(
         first = (tl.program_id(0) * tl.num_programs(1) + part) * BLOCK
         for start in range(first, num_counters, tl.num_programs(0) * tl.num_programs(1) * BLOCK):
             tl.store(counter_ptr + start + offset, 0, mask=start + offset < num_counters)
-    amax = tl.max(finite_magnitude(x)[None, :], axis=1)
-    scale = amax_to_scale(amax, margin_over_max, False)
-    if part == 0:
-        tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+    if IS_STATIC:
+        scale = tl.load(scale_ptr + tl.arange(0, 1))
+    else:
+        amax = tl.max(finite_magnitude(x)[None, :], axis=1)
+        scale = amax_to_scale(amax, margin_over_max, False)
+        if part == 0:
+            tl.store(scale_ptr + row + tl.arange(0, 1), scale)
     data = cast_rows(values[None, :], scale, data_ptr.dtype.element_ty, MAX, HAS_FMA)
     place = data_ptr + row * num_columns + column
     tl.store(place[None, :], data, mask=mask[None, :])
@@ -276,11 +283,13 @@ def scaled_mm(
     *,
     out_dtype: torch.dtype,
     activation: Granularity | None = None,
+    scale: Tensor | None = None,
     config: TileConfig | StreamConfig | None = None,
 ) -> Tensor:
     """a · bᵀ + bias, as `octavo.reference.gemm.scaled_mm` defines it; the result is contiguous.
 
     activation: how a plain `a` is quantized first; left out, the weight is decoded to a's dtype.
+    scale: per tensor, where it is not found here.
     """
     is_plain = isinstance(a, Tensor)
     x = a if is_plain else a.data
@@ -297,13 +306,14 @@ def scaled_mm(
     if isinstance(config, StreamConfig) and config.num_splits > 1:
         num_tiles = triton.cdiv(len(x), config.block_m) * triton.cdiv(len(b.data), config.block_n)
         counters = torch.empty(num_tiles, dtype=torch.int32, device=x.device)
-    is_streamed_token = isinstance(activation, PerToken) and isinstance(config, StreamConfig)
+    is_by_token = isinstance(activation, PerToken) or scale is not None
+    is_streamed_token = is_by_token and isinstance(config, StreamConfig)
     if is_streamed_token and 0 < x.shape[1] <= MAX_TOKEN_WIDTH:
         is_dependent = config.is_dependent
-        a = _quantize_tokens(x, counters, is_dependent)
+        a = _quantize_tokens(x, scale, counters, is_dependent)
     else:
         if activation is not None:
-            a = quantize(x, activation, E4M3, scale=None, margin=1.0, power_of_two=False)
+            a = quantize(x, activation, E4M3, scale=scale, margin=1.0, power_of_two=False)
         if counters is not None:
             counters.zero_()
     if isinstance(config, TileConfig):
@@ -313,14 +323,23 @@ def scaled_mm(
     return out
 
 
-def _quantize_tokens(x: Tensor, counters: Tensor | None, is_primary: bool) -> Quantized:
-    """x per token, for a product that follows at once; the counters are set to 0."""
+def _quantize_tokens(
+    x: Tensor, given: Tensor | None, counters: Tensor | None, is_primary: bool
+) -> Quantized:
+    """x per token, for a product that follows at once; the counters are set to 0.
+
+    given: one scale for all tokens.
+    """
     x = _rows_contiguous(x)
     data = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
-    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    scale = given
+    if scale is None:
+        scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     part = min(block, 2048)
-    _quantize_tokens_kernel[(len(x), triton.cdiv(x.shape[1], part))](
+    launch(
+        _quantize_tokens_kernel,
+        (len(x), triton.cdiv(x.shape[1], part)),
         x,
         data,
         scale,
@@ -329,6 +348,7 @@ def _quantize_tokens(x: Tensor, counters: Tensor | None, is_primary: bool) -> Qu
         x.stride(0),
         0 if counters is None else len(counters),
         1.0 / E4M3.max,
+        IS_STATIC=given is not None,
         MAX=E4M3.max,
         BLOCK=block,
         PART=part,
@@ -337,7 +357,7 @@ def _quantize_tokens(x: Tensor, counters: Tensor | None, is_primary: bool) -> Qu
         IS_PRIMARY=is_primary,
         num_warps=max(1, min(16, block // 512)),
     )
-    return Quantized(data, scale, PerToken())
+    return Quantized(data, scale, PerToken() if given is None else PerTensor())
 
 
 def _run_tiles(
@@ -357,7 +377,9 @@ def _run_tiles(
         part = config.block_m // config.num_parts
         a_ref = TensorDescriptor.from_tensor(x, [part, config.block_k])
         b_ref = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-    _tile_kernel[(num_programs,)](
+    launch(
+        _tile_kernel,
+        (num_programs,),
         a_ref,
         b_ref,
         out,
@@ -402,7 +424,9 @@ def _run_stream(
     if is_tma:
         a_ref = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k])
         b_ref = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-    _stream_kernel[(num_tiles, config.num_splits)](
+    launch(
+        _stream_kernel,
+        (num_tiles, config.num_splits),
         a_ref,
         b_ref,
         out,

@@ -1,0 +1,285 @@
+"""Calls that are replayed: the same bits as calls that are not, or no replay at all."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.numerics.amax import AmaxHistory
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor, PerToken
+from octavo.numerics.qk_norm import QkNorm
+from octavo.numerics.rotary import Rotary
+from octavo.ops import register
+from octavo.ops.replay import Replay
+from octavo.ops.select import PREPARED, forget_calls
+from octavo.testing.asserts import assert_same_bits
+from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
+from octavo.testing.inputs import (
+    Draw,
+    make_attention_inputs,
+    make_decode_inputs,
+    make_matmul_inputs,
+    make_packed_inputs,
+    make_paged_view,
+    make_prefill_inputs,
+)
+
+FP8 = E4M3.dtype
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    forget_calls()
+    yield
+    forget_calls()
+
+
+def flat(value) -> list[Tensor]:
+    """All tensors in a result, or in arguments, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, tuple | list):
+        value = list(getattr(value, "__dict__", {}).values())
+    return [x for one in value for x in flat(one)]
+
+
+def draw_qkv(draw: Draw, head_dim: int, *, is_joint: bool = False) -> dict[str, Tensor]:
+    heads = {"q": 4, "k": 2, "v": 2}
+    if is_joint:
+        joint = draw.normal(2, 70, 8, head_dim, dtype=torch.bfloat16)
+        return dict(zip(heads, joint.split(list(heads.values()), dim=2), strict=True))
+    return {n: draw.normal(2, 70, num, head_dim, dtype=torch.bfloat16) for n, num in heads.items()}
+
+
+def quantize_qkv(seed: int, head_dim: int = 64, **options):
+    draw = Draw(seed, "cuda")
+    given = draw_qkv(draw, head_dim, is_joint=options.pop("is_joint", False))
+    if options.pop("has_rotary", False):
+        angle = draw.normal(140, head_dim // 2)
+        given["rotary"] = Rotary(angle.cos(), angle.sin())
+    if options.pop("has_norm", False):
+        given["norm"] = QkNorm(*draw.normal(2, 1, head_dim, dtype=torch.bfloat16), 1e-6)
+    if options.pop("has_history", False):
+        given["history"] = tuple(AmaxHistory().cuda() for _ in "qkv")
+    if options.pop("is_static", False):
+        known = ops.quantize_qkv(given["q"], given["k"], given["v"], impl="reference")
+        given["scales"] = known.scales
+    return given | options, ops.quantize_qkv
+
+
+def attention(seed: int, case: AttentionCase, **options):
+    names = ("return_lse", "out_dtype", "impl")
+    call = {name: options.pop(name) for name in names if name in options}
+    inputs = make_attention_inputs(case, seed=seed, device="cuda", **options)
+    return inputs | call, ops.attention
+
+
+def hopper_attention(seed: int, head_dim: int, **options):
+    draw = Draw(seed, "cuda")
+    qkv = ops.quantize_qkv(**draw_qkv(draw, head_dim), value_layout="transposed")
+    given = {"q": qkv.q, "k": qkv.k, "v": qkv.v, "scales": qkv.scales, "value_layout": "transposed"}
+    return given | options, ops.attention
+
+
+def append_kv(seed: int, **options):
+    draw = Draw(seed, "cuda")
+    flags = {n: options.pop(n, False) for n in ("has_query", "is_fp8_query", "counts")}
+    view = make_paged_view(PagedCase(**options), seed=seed, device="cuda")
+    key, value = draw.normal(2, 3, 2, 64, dtype=torch.bfloat16)
+    given = {"view": view, "key": key, "value": value}
+    given["slots"] = torch.tensor([3, -1, 70], device="cuda")
+    if flags["has_query"]:
+        angle = draw.normal(3, 32)
+        given["query"] = draw.normal(3, 4, 64, dtype=torch.bfloat16)
+        given["rotary"] = Rotary(angle.cos(), angle.sin())
+    if flags["is_fp8_query"]:
+        given["q_scale"] = torch.ones((), device="cuda") / 100
+    if flags["counts"]:
+        given["saturated"] = torch.zeros(2, dtype=torch.int64, device="cuda")
+    return given, ops.append_kv
+
+
+def decode(seed: int, has_plan: bool = True, **options):
+    inputs = make_decode_inputs(PagedCase(**options), seed=seed, device="cuda")
+    if has_plan:
+        inputs["plan"] = ops.plan_decode(
+            inputs["view"], inputs["spec"], num_heads=inputs["q"].shape[2]
+        )
+    return inputs, ops.decode_attention
+
+
+def scaled_mm(seed: int, rows: int, columns: int = 256, depth: int = 512, **options):
+    draw = Draw(seed, "cuda")
+    activation = options.pop("activation", PerToken())
+    shape = (2, rows // 2, depth) if options.pop("is_batched", False) else (rows, depth)
+    weight = ops.quantize(draw.normal(columns, depth), options.pop("weight", PerChannel()))
+    given = {"a": draw.normal(*shape, dtype=torch.bfloat16), "b": weight, "activation": activation}
+    if options.pop("is_static", False):
+        given |= {"activation": PerTensor(), "scale": torch.ones((), device="cuda") / 90}
+    if options.pop("has_bias", True):
+        given["bias"] = draw.normal(columns, dtype=torch.bfloat16)
+    return given | options, ops.scaled_mm
+
+
+def quantize(seed: int, granularity, **options):
+    x = Draw(seed, "cuda").normal(3, 70, 128, dtype=torch.bfloat16)
+    return {"x": x, "granularity": granularity} | options, ops.quantize
+
+
+def matvec(seed: int):
+    draw = Draw(seed, "cuda")
+    x, bias = draw.normal(512, dtype=torch.bfloat16), draw.normal(96, dtype=torch.bfloat16)
+    return {"x": x, "weight": draw.normal(96, 512, dtype=torch.bfloat16), "bias": bias}, ops.matvec
+
+
+def rotate(seed: int):
+    draw = Draw(seed, "cuda")
+    qkv, angle = draw_qkv(draw, 64), draw.normal(140, 32)
+    given = {"q": qkv["q"], "k": qkv["k"], "rotary": Rotary(angle.cos(), angle.sin())}
+    return given, ops.rotate_qk
+
+
+def packed(seed: int, **options):
+    return make_packed_inputs(PackedCase(), seed=seed, device="cuda", **options), ops.attention
+
+
+def prefill(seed: int, **options):
+    case = PagedCase(lengths=(5, 63, 64, 65, 130), q_lens=(2, 1, 63, 5, 64))
+    return make_prefill_inputs(case, seed=seed, device="cuda", **options), ops.prefill_attention
+
+
+def plan(seed: int):
+    lengths = ((1, 63, 64, 65, 130), (130, 65, 1, 62, 64))[seed]  # as many pages in all
+    return {"view": make_paged_view(PagedCase(lengths=lengths), device="cuda"), "num_heads": 4}, (
+        ops.plan_decode
+    )
+
+
+def matmul(seed: int, case: MatmulCase):
+    return make_matmul_inputs(case, seed=seed, device="cuda"), ops.scaled_mm
+
+
+SMALL = AttentionCase(head_dim=64)
+# name -> the arguments of a call, by a seed, and the op
+CALLS = {
+    "attention": lambda seed: attention(seed, SMALL),
+    "attention-fp8": lambda seed: attention(seed, SMALL, dtype=FP8, return_lse=True),
+    "attention-sinks": lambda seed: attention(
+        seed, AttentionCase(has_sinks=True, spec=AttentionSpec(causal=True, window=9))
+    ),
+    "attention-mask": lambda seed: attention(seed, AttentionCase(has_key_mask=True)),
+    "attention-64": lambda seed: hopper_attention(seed, 64),
+    "attention-72": lambda seed: hopper_attention(seed, 72),
+    "attention-128": lambda seed: hopper_attention(seed, 128, return_lse=True),
+    "attention-triton": lambda seed: hopper_attention(seed, 64, impl="triton"),
+    "attention-packed": lambda seed: packed(seed),
+    "prefill": lambda seed: prefill(seed),
+    "prefill-fp8": lambda seed: prefill(seed, dtype=FP8),
+    "decode": lambda seed: decode(seed),
+    "decode-sinks": lambda seed: decode(seed, has_sinks=True, granularity=PerHead()),
+    "decode-bf16": lambda seed: decode(seed, dtype=torch.bfloat16),
+    "decode-without-plan": lambda seed: decode(seed, has_plan=False),
+    "append": lambda seed: append_kv(seed),
+    "append-token": lambda seed: append_kv(seed, granularity=PerToken(), has_query=True),
+    "append-query": lambda seed: append_kv(seed, has_query=True, is_fp8_query=True),
+    "append-counts": lambda seed: append_kv(seed, counts=True),
+    "plan": plan,
+    "qkv": lambda seed: quantize_qkv(seed),
+    "qkv-72": lambda seed: quantize_qkv(seed, 72, value_layout="transposed", is_joint=True),
+    "qkv-history": lambda seed: quantize_qkv(seed, has_history=True, has_rotary=True),
+    "qkv-static": lambda seed: quantize_qkv(seed, is_static=True, value_layout="transposed"),
+    "qkv-norm": lambda seed: quantize_qkv(seed, has_norm=True, granularity=PerHead()),
+    "quantize-tensor": lambda seed: quantize(seed, PerTensor()),
+    "quantize-token": lambda seed: quantize(seed, PerToken()),
+    "quantize-block": lambda seed: quantize(seed, PerBlock(1, 128)),
+    "product-1": lambda seed: scaled_mm(seed, 1),
+    "product-16": lambda seed: scaled_mm(seed, 16, is_batched=True, depth=4096),
+    "product-128": lambda seed: scaled_mm(seed, 128),
+    "product-128-tensor": lambda seed: scaled_mm(seed, 128, weight=PerTensor()),
+    "product-static-16": lambda seed: scaled_mm(seed, 16, is_static=True),
+    "product-static-128": lambda seed: scaled_mm(seed, 128, is_static=True, is_batched=True),
+    "product-static-128-triton": lambda seed: scaled_mm(seed, 128, is_static=True, impl="triton"),
+    "product-block": lambda seed: scaled_mm(
+        seed, 128, activation=PerBlock(1, 128), weight=PerBlock(128, 128)
+    ),
+    "product-plain": lambda seed: scaled_mm(seed, 20, activation=None, has_bias=False),
+    "product-fp8": lambda seed: matmul(seed, MatmulCase(depth=256, columns=128)),
+    "matvec": matvec,
+    "rotate": rotate,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CALLS)
+def test_replays_give_the_same_bits_for_other_tensors(name, mode, monkeypatch):
+    """What is compared too: arguments, into which some ops write."""
+    make = CALLS[name]
+    with mode():
+        for seed in (0, 1):
+            given, op = make(seed)
+            expected = [flat(op(**given)), flat(given)]
+            forget_calls()
+            monkeypatch.setattr(register, "RECORD_AT", 1)
+            first, _ = make(1 - seed)
+            op(**first)
+            op(**first)
+            kinds = [type(known) for known in PREPARED.values() if hasattr(known, "gpu")]
+            assert kinds.count(Replay) >= 1, name
+            ours, op = make(seed)
+            monkeypatch.setattr(register, "RECORD_AT", 0)  # nothing else is recorded
+            found = [flat(op(**ours)), flat(ours)]
+            for mine, theirs in zip(found, expected, strict=True):
+                for x, y in zip(mine, theirs, strict=True):
+                    assert_same_bits(x, y)
+                    assert x.stride() == y.stride()
+            forget_calls()
+
+
+@pytest.mark.gpu
+def test_replays_are_captured_in_graphs():
+    given, op = hopper_attention(0, 128)
+    with torch.inference_mode():
+        for _ in range(register.RECORD_AT + 2):
+            expected = op(**given)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert_same_bits(op(**given), expected)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = op(**given)
+        given["q"].copy_(hopper_attention(1, 128)[0]["q"])
+        graph.replay()
+        assert_same_bits(out, op(**given))
+
+
+@pytest.mark.gpu
+def test_tensors_of_another_alignment_are_not_replayed():
+    draw = Draw(0, "cuda")
+    weight = ops.quantize(draw.normal(256, 512), PerChannel())
+    memory = draw.normal(16 * 512 + 1, dtype=torch.bfloat16)
+    aligned, other = memory[:-1].view(16, 512), memory[1:].view(16, 512)
+    with torch.no_grad():
+        expected = ops.scaled_mm(other.clone(), weight, activation=PerToken())
+        for _ in range(register.RECORD_AT + 2):
+            ops.scaled_mm(aligned, weight, activation=PerToken())
+        assert any(type(known) is Replay for known in PREPARED.values())
+        assert_same_bits(ops.scaled_mm(other, weight, activation=PerToken()), expected)
+
+
+@pytest.mark.gpu
+def test_one_tensor_in_two_places_and_then_two():
+    q, k, v = (Draw(seed, "cuda").normal(1, 70, 4, 64, dtype=torch.bfloat16) for seed in range(3))
+    with torch.no_grad():
+        expected = flat(ops.quantize_qkv(q, k, v))
+        forget_calls()
+        for _ in range(register.RECORD_AT + 2):
+            ops.quantize_qkv(q, q, q)
+        for x, y in zip(flat(ops.quantize_qkv(q, k, v)), expected, strict=True):
+            assert_same_bits(x, y)
