@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from octavo.atomic import write_atomically
-from tables import advice, decoders, kernels, serving, vision
+from tables import advice, decoders, host, kernels, serving, vision
 from tables.images import images, modulation
 from tables.needles import needles, retrieval
 from tables.sensitivity import sensitivity
@@ -30,10 +30,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accumulator": kernels.accumulator,
     "advice": advice.advice,
     "attention": kernels.attention,
+    "calls": host.calls,
     "chartqa": vision.chartqa,
     "decode": kernels.decode,
     "encoder": vision.encoder,
     "generate": decoders.generate,
+    "host": host.host,
     "images": images,
     "latency": serving.latency,
     "linear": serving.linear,

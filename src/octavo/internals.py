@@ -61,7 +61,7 @@ _USED: dict[str, dict[str, str]] = {
     },
     "octavo's layers": {
         "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers _parameters "
-        "_compiled_call_impl _forward_hooks _forward_pre_hooks _load_from_state_dict _modules "
+        "_compiled_call_impl _forward_hooks _forward_pre_hooks _load_from_state_dict "
         "_save_to_state_dict",
     },
     "octavo's FP8 linear layers": {"torch.nn.modules.conv": "_ConvNd"},

@@ -74,6 +74,27 @@ def test_plain_pages_have_scalar_scales(dtype: torch.dtype) -> None:
         make_view(dtype=dtype, scale_shape=(3,))
 
 
+def test_the_same_pages_for_another_batch() -> None:
+    view = make_view(scale_shape=(3,))
+    table, lengths = torch.ones(4, 7, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    other = view.for_batch(table, lengths)
+    expected = replace(view, page_table=table, lengths=lengths)
+    assert [x.data_ptr() for x in other.tensors] == [x.data_ptr() for x in expected.tensors]
+    assert (other.num_sequences, view.num_sequences) == (4, 2)
+    with pytest.raises(FrozenInstanceError):
+        other.lengths = lengths  # type: ignore[misc]
+    for wrong in (
+        (table.long(), lengths),
+        (table[0], lengths),
+        (table, lengths[:3]),
+        (table.T.contiguous().T, lengths),
+        (table.to("meta"), lengths),
+        (table, lengths.to("meta")),
+    ):
+        with pytest.raises(ConfigError, match="expected"):
+            view.for_batch(*wrong)
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_slots_by_hand(page_size: int, index_dtype: torch.dtype) -> None:

@@ -37,3 +37,22 @@ def test_json(capsys):
 def test_a_context_that_is_no_number(capsys):
     assert octavo("--context", "64,k") == 1
     assert "expected a number of tokens" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:the model brings no scales")
+def test_calls_of_generate(capsys, tmp_path):
+    file = tmp_path / "records.jsonl"
+    options = ["--calls", "--context", "12", "--recipes", "stock,kv", "--layers", "1"]
+    assert octavo(*options, "-o", str(file)) == 0
+    assert "1 × 12 tokens; baseline: stock" in capsys.readouterr().out
+    records = store.read(file)
+    assert [(r.op, r.case["recipe"]) for r in records] == [
+        ("generate_call", "stock"),
+        ("generate_call", "kv"),
+    ]
+    assert "--calls" in records[0].command
+
+
+def test_linear_layers_are_for_calls(capsys):
+    assert octavo("--recipes", "bf16,linear", "--layers", "1") == 1
+    assert "linear layers take part in calls of generate() alone" in capsys.readouterr().err

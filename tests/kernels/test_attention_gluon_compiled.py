@@ -38,11 +38,11 @@ def compiled(head_dim, *used):
     e2_copied = 8 if config.has_ones and e2 and head_dim - e1 == 8 else e2
     tiles = {
         "q_desc": (64, d1),
-        "q2_desc": (64, d2 or 32),
+        "q2_desc": (64, d2),
         "k_desc": (n, d1),
-        "k2_desc": (n, d2 or 32),
+        "k2_desc": (n, d2),
         "v_desc": (e1, n),
-        "v2_desc": (e2_copied or 16, n),
+        "v2_desc": (e2_copied, n),
     }
     pointers = ["lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "sink_ptr"]
     return compile_for(
@@ -52,6 +52,7 @@ def compiled(head_dim, *used):
             **{
                 name: f"tensordesc<fp8e4nv[1, 1, {rows}, {columns}]>"
                 for name, (rows, columns) in tiles.items()
+                if rows * columns
             },
             "out_ptr": "*bf16",
             **dict.fromkeys(pointers, "*fp32"),
@@ -69,6 +70,7 @@ def compiled(head_dim, *used):
             "HAS_ONE_LOOP": config.has_one_loop,
             "IS_PERSISTENT": config.is_persistent,
             "E2_COPIED": e2_copied,
+            **{name: None for name, (rows, columns) in tiles.items() if not rows * columns},
         },
         aligned=[*pointers],
         num_warps=4,

@@ -12,7 +12,7 @@ from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor
 from octavo.testing.asserts import assert_same_bits
 
 pytest.importorskip("triton")
-from octavo.kernels.quantize.triton import quantize
+from octavo.kernels.quantize.triton import quantize, quantize_rows
 
 GRANULARITIES = [
     PerTensor(),
@@ -88,6 +88,19 @@ def test_saturation_with_a_static_scale(granularity, device):
     x = torch.randn(4, 3, 40, device=device) * 1000
     scale = torch.full(granularity.scale_shape(tuple(x.shape)), 0.5, device=device)
     assert_same(run(x, granularity, scale=scale), numerics.quantize(x, granularity, scale=scale))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 72), (5, 4, 200), (3, 5000), (0, 8), (4, 0)])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_one_static_scale_for_every_row(shape, fmt, device):
+    """As cuBLAS wants it: data as of a scale per tensor, and a copy of the scale for each row."""
+    x = torch.randn(shape, device=device).bfloat16()
+    scale = torch.tensor(0.01, device=device)
+    made, expected = quantize_rows(x, scale, fmt), numerics.quantize(x, fmt=fmt, scale=scale)
+    assert_same_bits(made.data, expected.data)
+    assert made.scale.shape == shape[:-1] and isinstance(made.granularity, PerToken)
+    if x.numel():
+        assert_same_bits(made.scale, torch.full(shape[:-1], 0.01, device=device))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)

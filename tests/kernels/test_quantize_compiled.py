@@ -14,16 +14,19 @@ BLOCK = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 128}
 CAPABILITIES = [89, 90, 100]
 
 
-@pytest.mark.parametrize("is_one_tile", [False, True])
+@pytest.mark.parametrize(
+    ("is_one_tile", "is_static"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_rows(capability, is_one_tile):
+def test_rows(capability, is_one_tile, is_static):
     compiled = compile_for(
         capability,
         f"{MODULE}:_quantize_rows_kernel",
-        {**POINTERS, **SIZES, "margin_over_max": "fp32"},
+        {**POINTERS, "given_ptr": "*fp32", **SIZES, "margin_over_max": "fp32"},
         {
             "MAX": 448.0,
-            "IS_STATIC": False,
+            "IS_STATIC": is_static,
+            "IS_SHARED": is_static,
             "POWER_OF_TWO": False,
             "NUM_CHUNKS": int(is_one_tile),
             "HAS_TAIL": False,

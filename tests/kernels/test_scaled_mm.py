@@ -189,6 +189,18 @@ def test_activations_are_quantized_first(rows, activation, depth, device):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("depth", [0, 200])
+def test_activations_with_a_static_scale(rows, depth, device):
+    x = Draw(0, device).normal(rows, depth, dtype=BF16)
+    scale = torch.tensor(0.007, device=device)
+    b = quantize(Draw(1, device).normal(70, depth), PerChannel())
+    known = quantize(x, PerTensor(), scale=scale)
+    expected = scaled_mm(known, b, None, out_dtype=F32)
+    actual = scaled_mm(x, b, None, out_dtype=F32, activation=PerTensor(), scale=scale)
+    assert_same_bits(actual, expected)
+
+
 def test_tokens_find_counters_at_zero(device):
     """Splits need counters, which the quantization in front sets back."""
     x = Draw(0, device).normal(3, 300, dtype=BF16)
@@ -325,7 +337,12 @@ def test_what_torch_can_run(changes):
 def test_few_rows_are_not_for_torch():
     rows, tensors = (PerToken(), PerChannel()), (PerTensor(), PerTensor())
     assert "64 rows" in torch_reluctance(MatmulShape(64, 4096, 4096), rows)
-    assert torch_reluctance(MatmulShape(65, 4096, 4096), rows) is None
+    assert "64 tiles" in torch_reluctance(MatmulShape(256, 4096, 4096), rows)
+    assert "64 tiles" in torch_reluctance(MatmulShape(1024, 1024, 5120), rows)
+    assert torch_reluctance(MatmulShape(1025, 1024, 1024), rows) is None
+    assert torch_reluctance(MatmulShape(256, 4097, 4096), rows) is None
+    assert torch_reluctance(MatmulShape(65, 1024, 5121), rows) is None
+    assert torch_reluctance(MatmulShape(512, 1024, 1024), tensors) is None
     assert torch_reluctance(MatmulShape(1, 4096, 4096), tensors) is None
     assert torch_reluctance(None, rows) is None
 
@@ -372,6 +389,19 @@ def test_few_rows_on_a_gpu(rows, columns, depth, activation):
     assert_within_budget(out, truth=truth, model=truth.float())
     for _ in range(10):
         assert_same_bits(ops.scaled_mm(x, b, activation=activation, impl="triton"), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("rows", [1, 16, 300])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel()], ids=str)
+def test_a_static_scale_on_a_gpu(rows, granularity, impl):
+    x = Draw(0, "cuda").normal(rows, 512, dtype=BF16)
+    scale = torch.tensor(0.007, device="cuda")
+    b = quantize(Draw(1, "cuda").normal(96, 512), granularity)
+    out = ops.scaled_mm(x, b, activation=PerTensor(), scale=scale, impl=impl)
+    truth = gemm.scaled_mm(quantize(x, PerTensor(), scale=scale), b, compute=torch.float64)
+    assert_within_budget(out, truth=truth, model=truth.float())
 
 
 @pytest.mark.gpu

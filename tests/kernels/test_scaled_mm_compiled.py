@@ -114,7 +114,8 @@ def test_weights_are_decoded(capability, a):
     assert compiled.stack_bytes == 0
 
 
-def test_tokens():
+@pytest.mark.parametrize("is_static", [False, True])
+def test_tokens(is_static):
     compiled = compile_for(
         90,
         f"{MODULE}:_quantize_tokens_kernel",
@@ -129,6 +130,7 @@ def test_tokens():
             "margin_over_max": "fp32",
         },
         {
+            "IS_STATIC": is_static,
             "MAX": 448.0,
             "BLOCK": 16384,
             "PART": 2048,

@@ -13,7 +13,9 @@ from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.granularity import PerHead, PerToken
 from octavo.numerics.hadamard import hadamard
+from octavo.numerics.rotary import Rotary
 from octavo.ops import check
+from octavo.reference.qkv import rotate
 from octavo.testing.asserts import assert_same_bits
 
 HEADS, KV_HEADS, PAGE_SIZE, LENGTHS = 4, 2, 16, (37, 5)
@@ -218,6 +220,45 @@ def test_a_layer_that_slept_is_as_before():
     assert_same_bits(run(layer, make_view(64, E4M3.dtype, scale), q, k, v, slots), expected)
 
 
+def test_a_device_is_checked_when_it_changes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(DecoderAttention, "check_device", lambda self, device: seen.append(device))
+    q, k, v, slots = make_inputs(64)
+    layer = DecoderAttention(HEADS, KV_HEADS, CAUSAL)
+    for _ in range(3):
+        layer.append(make_view(64, E4M3.dtype), k, v, slots)
+    twin = copy.deepcopy(layer)
+    layer._appended_by = torch.device("meta"), None
+    for one in (layer, twin):
+        one.append(make_view(64, E4M3.dtype), k, v, slots)
+    assert seen == [torch.device("cpu")] * 2
+
+
+def test_append_turns_keys_and_the_query():
+    _, k, v, slots = make_inputs(32)
+    query = torch.randn(len(k), HEADS, 32, generator=torch.Generator().manual_seed(1))
+    angles = torch.arange(len(k))[:, None] / 10 ** torch.linspace(0, 2, 16)
+    rotary = Rotary(angles.cos(), angles.sin())
+    layer = DecoderAttention(HEADS, KV_HEADS, CAUSAL)
+    found, expected = make_view(32, E4M3.dtype), make_view(32, E4M3.dtype)
+    turned = layer.append(found, k, v, slots, query=query, rotary=rotary)
+    assert_same_bits(turned, rotate(query, rotary))
+    assert layer.append(expected, rotate(k, rotary), v, slots) is None
+    for name in ("key_pages", "value_pages"):
+        assert_same_bits(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    "options", [{"rotates_keys": True, "head_dim": 32}, {"key_mean": torch.zeros(KV_HEADS, 32)}]
+)
+def test_a_layer_that_changes_keys_turns_none(options):
+    _, k, v, slots = make_inputs(32)
+    layer = DecoderAttention(HEADS, KV_HEADS, CAUSAL, name="x", **options)
+    rotary = Rotary(torch.ones(len(k), 16), torch.zeros(len(k), 16))
+    with pytest.raises(ConfigError, match="x: expected keys that are turned, got a rotary"):
+        layer.append(make_view(32, E4M3.dtype), k, v, slots, rotary=rotary)
+
+
 def test_a_gpu_without_fp8_stores_no_fp8_pages(monkeypatch):
     device = Device(type="cuda", name="NVIDIA A100", capability=(8, 0))
     monkeypatch.setattr(check, "describe", lambda _: device)
@@ -229,5 +270,8 @@ def test_a_gpu_without_fp8_stores_no_fp8_pages(monkeypatch):
         layer.append(view, k, v, slots)
     layer.impl = "reference"
     assert run(layer, view, q, k, v, slots).isfinite().all()
+    layer.impl = None  # a device is checked again for another implementation
+    with pytest.raises(UnsupportedError, match=said):
+        layer.append(view, k, v, slots)
     plain = DecoderAttention(HEADS, KV_HEADS, CAUSAL, dtype=None)
     assert run(plain, make_view(64, torch.float32), q, k, v, slots).isfinite().all()

@@ -22,10 +22,10 @@ def calls(monkeypatch):
     module, seen = import_module("octavo.ops.warm_up"), []
     run = module.scaled_mm
 
-    def record(a, b, bias=None, *, activation=None):
+    def record(a, b, bias=None, *, activation=None, scale=None):
         data = a if isinstance(a, torch.Tensor) else a.data
         seen.append((tuple(data.shape), tuple(b.data.shape), b.granularity, activation))
-        return run(a, b, bias, activation=activation)
+        return run(a, b, bias, activation=activation, scale=scale)
 
     fake = Device(type="cpu", name="NVIDIA H200", capability=(9, 0), num_sms=132)
     monkeypatch.setattr(module, "default_device", lambda: fake)
@@ -53,7 +53,7 @@ def test_every_shape_is_run(calls):
         ({"weight": "tensor", "activation": "tensor"}, PerTensor(), {None, PerTensor()}),
         ({"weight_block_size": [128, 128]}, PerBlock(128, 128), {None, PerBlock(1, 128)}),
         ({"activation": None}, PerChannel(), {None}),
-        (LinearSettings(scaling="static"), PerChannel(), {None}),
+        (LinearSettings(scaling="static"), PerChannel(), {None, PerTensor()}),
     ],
 )
 def test_settings_are_those_of_a_recipe(calls, linear, weight, activations):

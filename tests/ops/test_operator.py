@@ -23,6 +23,7 @@ from octavo.ops.select import MAX_PREPARED, PREPARED, forget_calls, remember
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import make_paged_view
+from octavo_testkit.counting import num_function_calls
 from octavo_testkit.op_calls import CALLS, Calls
 
 
@@ -318,17 +319,6 @@ def stub(op: str, result):
         yield
     finally:
         ops.unregister_impl(op, "stub")
-
-
-def num_function_calls(function) -> int:
-    """How many functions are called, Python's and C's."""
-    found = []
-    sys.setprofile(lambda frame, event, arg: found.append(event))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return sum(event in ("call", "c_call") for event in found)
 
 
 def stubbed_calls():

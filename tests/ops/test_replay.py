@@ -1,5 +1,9 @@
 """Calls that are replayed: the same bits as calls that are not, or no replay at all."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
 from octavo.ops import register
-from octavo.ops.replay import Replay
+from octavo.ops.replay import Replay, record
 from octavo.ops.select import PREPARED, forget_calls
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
@@ -283,3 +287,99 @@ def test_one_tensor_in_two_places_and_then_two():
             ops.quantize_qkv(q, q, q)
         for x, y in zip(flat(ops.quantize_qkv(q, k, v)), expected, strict=True):
             assert_same_bits(x, y)
+
+
+def replayed(run, *tensors):
+    """What `run` gives for the tensors, and how it is replayed, if it is."""
+    call = SimpleNamespace(**{f"x{i}": x for i, x in enumerate(tensors)})
+    inputs = {f"call.{name}": x for name, x in vars(call).items()}
+    result, replay = record(lambda: run(*tensors), inputs, None)
+    return result, replay
+
+
+def test_operators_of_torch_are_replayed_with_other_tensors():
+    def run(x, y):
+        made = torch.empty(3, 4)
+        made.copy_(x)
+        return made.t() @ y, torch.cat([x, y]).sum(0)[1:]
+
+    x, y = torch.randn(2, 3, 4)
+    _, replay = replayed(run, x, y)
+    assert replay is not None and replay.calls_torch
+    other = SimpleNamespace(x0=torch.randn(3, 4), x1=torch.randn(3, 4))
+    for mine, theirs in zip(replay.run(other), run(other.x0, other.x1), strict=True):
+        assert_same_bits(mine, theirs)
+        assert mine.stride() == theirs.stride()
+
+
+constant = torch.ones(3)
+UNRECORDABLE = {
+    "data": lambda x: x * float(x.sum()),
+    "sizes that depend on data": lambda x: x[x > 0],
+    "random numbers": lambda x: x + torch.rand(3),
+    "a tensor of unknown origin": lambda x: x + constant,
+    "an argument as result": lambda x: x[1:],
+    "a result that nobody wrote": lambda x: torch.empty(3),
+    "a view of other bits": lambda x: x.view(torch.int32) + 1,
+    "several results in a list": lambda x: torch.stack(torch._foreach_add([x, x], 1)),
+}
+
+
+@pytest.mark.parametrize("name", UNRECORDABLE)
+def test_what_cannot_be_replayed_is_not(name):
+    result, replay = replayed(UNRECORDABLE[name], torch.tensor([1.0, -2.0, 3.0]))
+    assert isinstance(result, Tensor) and replay is None
+
+
+def test_one_tensor_in_two_places_is_a_condition():
+    x, y = torch.ones(3), torch.zeros(3)
+    _, replay = replayed(lambda a, b: a + 2 * b, x, x)
+    assert replay is not None
+    assert replay.run(SimpleNamespace(x0=y, x1=y)).tolist() == [0.0] * 3
+    assert replay.run(SimpleNamespace(x0=x, x1=y)) is None
+
+
+def test_alignment_is_a_condition():
+    memory = torch.ones(9)
+    _, replay = replayed(lambda a: a + 1, memory[:8])
+    assert replay is not None
+    assert replay.run(SimpleNamespace(x0=memory[:8])) is not None
+    assert replay.run(SimpleNamespace(x0=memory[1:])) is None
+    _, replay = replayed(lambda a: a + 1, memory[1:])
+    assert replay is not None
+    assert replay.run(SimpleNamespace(x0=memory[:8])) is None
+
+
+def test_a_replay_keeps_no_tensor_alive():
+    def run(x):
+        made = torch.empty(100)
+        made.copy_(x)
+        return made * 2
+
+    x = torch.ones(100)
+    seen = weakref.ref(x)
+    _, replay = replayed(run, x)
+    del x
+    gc.collect()
+    assert replay is not None and seen() is None
+
+
+def test_implementations_of_third_parties_are_recorded_only_if_they_say_so(monkeypatch):
+    seen = []
+
+    def run(x, weight, bias):
+        seen.append(x)
+        return weight @ x
+
+    x, weight = torch.ones(4), torch.ones(3, 4)
+    for is_replayable in (False, True):
+        seen.clear()
+        ops.register_impl("matvec", "mine", run, is_replayable=is_replayable)
+        try:
+            with torch.no_grad():
+                for number in range(register.RECORD_AT + 5):
+                    out = ops.matvec(x * number, weight, impl="mine")
+                    assert out.tolist() == [4.0 * number] * 3
+        finally:
+            ops.unregister_impl("matvec", "mine")
+        assert len(seen) == register.RECORD_AT + (0 if is_replayable else 5)

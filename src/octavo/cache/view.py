@@ -35,7 +35,15 @@ class PagedView:
         self._check_pages()
         self._check_scales()
         self._check_tables()
-        self._check_devices()
+        self._check_devices(*self.tensors)
+
+    def for_batch(self, page_table: Tensor, lengths: Tensor) -> "PagedView":
+        """The same pages with the table and lengths of another batch, which alone are checked."""
+        view = object.__new__(PagedView)
+        vars(view).update(vars(self), page_table=page_table, lengths=lengths)
+        view._check_tables()
+        view._check_devices(page_table, lengths)
+        return view
 
     @property
     def num_pages(self) -> int:
@@ -165,16 +173,10 @@ class PagedView:
                 f"{table.stride()} and {lengths.stride()}"
             )
 
-    def _check_devices(self) -> None:
-        tensors = (
-            self.value_pages,
-            self.key_scale,
-            self.value_scale,
-            self.page_table,
-            self.lengths,
-        )
+    def _check_devices(self, *tensors: Tensor) -> None:
+        device = self.device
         for tensor in tensors:
-            if tensor.device != self.device:
+            if tensor.device != device:
                 found = {
                     field.name: str(getattr(self, field.name).device) for field in fields(self)
                 }

@@ -44,6 +44,7 @@ ENCODER += ("speedup", "fused_speedup", "relative_rms", "tower_relative_rms")
 DIFFUSION: tuple[str, ...] = ("recipe", "graphs", "attention", *TIMES, "speedup")
 DIFFUSION += ("peak_bytes_ratio", "linear_relative_rms", "attention_relative_rms", "relative_rms")
 HOST = ("impl", "call", "median_us", "p20_us", "p80_us", "over_linear", "budget", "relative_rms")
+CALLS = ("impl", "recipe", *TIMES, "speedup", "relative_rms")
 GENERATE = ("impl", "recipe", *TIMES, "speedup", "cache_bytes", "cache_ratio", "relative_rms")
 
 
@@ -309,8 +310,9 @@ def generate(
     config: str | None = None,
     context: str | None = None,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    recipes: str = "bf16,fp8,fp8-token,stock",
+    recipes: str | None = None,
     layers: Layers = None,
+    calls: Annotated[bool, typer.Option("--calls")] = False,
     results: ResultOptions,
 ) -> None:
     """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
@@ -319,41 +321,54 @@ def generate(
     graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
     the baseline's first (relative_rms); wrong ones end the run.
 
+    With --calls, model.generate() is timed as users call it: eagerly, after a real prompt, on a
+    copy of the model to which the row's recipe is applied. That includes what the host does.
+
     Attributes:
         config: llama-3.1-8b (the default on a GPU) or tiny (the default on a CPU); weights are
             random.
         context: Tokens in the cache, with commas between, such as 32k,128k; the default on a GPU,
-            256 elsewhere.
+            256 elsewhere. With --calls, tokens of the prompt; 16k and 64.
         batch: Sequences.
-        recipes: Of bf16, fp8, fp8-head, fp8-token, fp8-unit, stock, with commas between; the first
-            is the baseline. bf16 is octavo's own attention over pages that are not quantized. fp8
-            has a calibrated scale for the keys and one for the values of each layer, fp8-head one
-            for each head, fp8-token one for each token and head; fp8-unit has scales of 1.0, as
-            without calibration, and counts what they cannot hold. stock is transformers with a
-            static cache.
+        recipes: Of bf16, fp8, fp8-head, fp8-token, fp8-unit, stock, with commas between (default:
+            bf16,fp8,fp8-token,stock); the first is the baseline. With --calls, of stock, kv,
+            linear, kv+linear and others of that kind (default: stock,kv,kv+linear). bf16 is
+            octavo's own attention over pages that are not quantized. fp8 has a calibrated scale for
+            the keys and one for the values of each layer, fp8-head one for each head, fp8-token one
+            for each token and head; fp8-unit has scales of 1.0, as without calibration, and counts
+            what they cannot hold. stock is transformers, without --calls with a static cache.
+        calls: Time calls of generate().
     """
     from octavo.amounts import parse_tokens
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
     from octavo.measure.bench.generate import GenerateCase, run_generate
+    from octavo.measure.bench.generate_calls import ROWS, CallCase, run_generate_calls
 
     device = default_device()
     is_cuda = device.capability is not None
     name = config or ("llama-3.1-8b" if is_cuda else "tiny")
-    lengths = (context or ("32k,128k" if is_cuda else "256")).split(",")
-    cases = [GenerateCase(n, batch) for n in dict.fromkeys(map(parse_tokens, lengths))]
-    rows = split_rows(recipes)
+    defaults = ("16k", "64") if calls else ("32k,128k", "256")
+    lengths = dict.fromkeys(map(parse_tokens, (context or defaults[not is_cuda]).split(",")))
+    make = CallCase if calls else GenerateCase
+    cases: list[CallCase | GenerateCase] = [make(length, batch=batch) for length in lengths]
+    rows = split_rows(recipes or ("bf16,fp8,fp8-token,stock" if not calls else ",".join(ROWS)))
     model = make_decoder(name, device.torch_device, layers)
     about = {"model": name, "layers": model.config.num_hidden_layers}
     taken = {"config": name, "batch": batch, "recipes": ",".join(rows)}
-    commands = {n: repeat_command(called, taken=taken | {"context": n.context}) for n in cases}
-    parts = (
-        (run_generate(model, case, rows, about=about, command=command), ())
-        for case, command in commands.items()
-    )
-    caption = "{batch} × {context} tokens; baseline: {baseline}"
+
+    def measure(length: int, case: CallCase | GenerateCase) -> "list[Measurement]":
+        command = repeat_command(called, taken=taken | {"context": length})
+        if isinstance(case, CallCase):
+            return run_generate_calls(model, case, rows, about=about, command=command)
+        return run_generate(model, case, rows, about=about, command=command)
+
+    parts = ((measure(*each), ()) for each in zip(lengths, cases, strict=True))
+    size = "prompt" if calls else "context"
+    caption = f"{{batch}} × {{{size}}} tokens; baseline: {{baseline}}"
     title = f"{name}, random weights: {device.name}"
-    _run(results, parts, len(cases), ("context", GENERATE, caption), title)
+    columns = CALLS if calls else GENERATE
+    _run(results, parts, len(cases), (size, columns, caption), title)
 
 
 @app.command()

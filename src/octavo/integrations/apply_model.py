@@ -120,6 +120,7 @@ def apply_attention_(
             scales=read_scales(recipe),
             promote_every=recipe.promote_every,
         )
+        changes.fused["kv_cache"] = kv_cache.find_fused(model)
         changes.left["kv_cache"] = text.find_others(model)
 
 
@@ -138,7 +139,11 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
 
         changes.faster["linear"] = use_faster_forms_(model)
         note_quantized_(model, preparation.recipe)
-    elif any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
+        return
+    from octavo.integrations.transformers.joint_projections import join_projections_
+
+    changes.joint["linear"] = join_projections_(model)
+    if any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
         from octavo.integrations.transformers.quantizer import OctavoConfig
 
         # Its config is to say what its weights are: save_pretrained writes it.

@@ -15,9 +15,10 @@ from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.formats import E4M3, format_of, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.numerics.hadamard import hadamard
+from octavo.numerics.rotary import Rotary
 from octavo.ops.check import check_fp8_device
 
-require("torch.nn.Module._load_from_state_dict")
+require("torch.nn.Module._buffers", "torch.nn.Module._load_from_state_dict")
 
 # What to do where a GPU has no FP8.
 WITHOUT_FP8 = "leave kv_cache out, and keys and values are stored as they are"
@@ -49,6 +50,7 @@ class DecoderAttention(Float32Buffers):
     soft-cap would, so layers with one are refused.
     saturated: how many keys and values lay beyond the range of their scale, int64 [2] on the
     device; counted if counts_saturation.
+    changes_keys: whether keys are centered or rotated before they are stored.
     impl: the implementation of its ops by name, prefill_impl that of `prefill` if it is another.
     """
 
@@ -86,6 +88,7 @@ class DecoderAttention(Float32Buffers):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.spec, self.dtype, self.granularity, self.name = spec, dtype, granularity, name
         self.counts_saturation = counts_saturation
+        self.changes_keys = rotates_keys or key_mean is not None
         self.impl: str | None = None
         self.prefill_impl: str | None = None
         shape = (num_kv_heads,) if isinstance(granularity, PerHead) else ()
@@ -94,7 +97,7 @@ class DecoderAttention(Float32Buffers):
         heads = (num_heads,) if query_scale is not None and query_scale.dim() else ()
         query = None if query_scale is None else self._checked("query", query_scale, heads)
         self.register_buffer("query_scale", query)
-        if dtype is None and (rotates_keys or key_mean is not None):
+        if dtype is None and self.changes_keys:
             raise ConfigError(f"{name}: a cache with the keys' own dtype changes no keys")
         mean = None if key_mean is None else self._checked_mean(key_mean, head_dim)
         self.register_buffer("key_mean", mean)
@@ -104,6 +107,7 @@ class DecoderAttention(Float32Buffers):
         # Not in a state dict: every layer of this version has the same one.
         self.register_buffer("rotation", matrix, persistent=False)
         self.register_buffer("saturated", torch.zeros(2, dtype=torch.int64))
+        self._appended_by: tuple[torch.device, str | None] | None = None  # as last checked
 
     def _checked(self, which: str, scale: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         if scale is None:
@@ -159,15 +163,36 @@ class DecoderAttention(Float32Buffers):
         if self.dtype is not None:
             check_fp8_device(self.name, device, self.impl, instead=WITHOUT_FP8)
 
-    def append(self, view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def append(
+        self,
+        view: PagedView,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        *,
+        query: Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor | None:
         """Write keys and values [tokens, num_kv_heads, head_dim] into their slots.
 
         Negative slots are padding, which is neither written nor counted.
+        rotary: turns keys and the query [tokens, num_heads, head_dim] first; the turned query is
+        returned. Not for a layer that changes keys: its keys have been turned by others.
         """
-        self.check_device(key.device)
-        key = self._stored(key)
-        saturated = self.saturated if self.counts_saturation else None
-        ops.append_kv(view, key, value, slots, saturated=saturated)
+        by = key.device, self.impl
+        if torch.compiler.is_compiling() or by != self._appended_by:
+            self.check_device(key.device)
+            if not torch.compiler.is_compiling():
+                self._appended_by = by
+        if self.changes_keys:
+            if rotary is not None:
+                raise ConfigError(f"{self.name}: expected keys that are turned, got a rotary")
+            key = self._stored(key)
+        # Past Module.__getattr__, which takes long to find a buffer.
+        saturated = self._buffers["saturated"] if self.counts_saturation else None
+        return ops.append_kv(
+            view, key, value, slots, query=query, rotary=rotary, saturated=saturated
+        )
 
     def _stored(self, key: Tensor) -> Tensor:
         """Keys as they are quantized, in float32 if something is done to them.
@@ -228,5 +253,6 @@ class DecoderAttention(Float32Buffers):
 
         q: [batch, q_len, num_heads, head_dim].
         """
-        q = self._rotated(q, sinks).to(q.dtype)
+        if self.changes_keys:
+            q = self._rotated(q, sinks).to(q.dtype)
         return ops.decode_attention(q, view, self.spec, sinks=sinks, plan=plan, impl=self.impl)

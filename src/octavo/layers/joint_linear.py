@@ -7,7 +7,7 @@ where its model has it and gives its own part of the product.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from octavo.numerics.granularity import PerBlock, PerChannel
 
 require(
     "torch.nn.Module._apply",
+    "torch.nn.Module._buffers",
     "torch.nn.Module._load_from_state_dict",
     "torch.nn.Module._save_to_state_dict",
 )
@@ -30,32 +31,31 @@ TENSORS = ("weight", "weight_scale", "bias", "input_scale")
 class JointLinear:
     """The product of several FP8 layers; weights, scales and biases become parts of one tensor.
 
-    What is changed in place in a layer is changed in the product; a layer that is given another
-    tensor is split from the others first. What goes round a layer's attributes is not noticed: a
-    new `.data`, or accelerate's `set_module_tensor_to_device`. Static layers share one input_scale:
-    changed in place in one it is changed in all; `set_input_scale_` splits them first.
+    What is changed in place in a layer is changed in the product. The layers move together: moving
+    one moves all. A layer that is given another tensor is split from the others first, and so is
+    one whose weight was put aside past its attributes (accelerate's `set_module_tensor_to_device`)
+    when it is called. A new `.data` is not noticed. Static layers share one input_scale: changed in
+    place in one it is changed in all; `set_input_scale_` splits them first.
 
     The first of the layers computes all parts, the others take theirs if they are given the same
     tensor: it must not be changed in between. A layer that is given another one computes its own
-    part alone. CUDA graphs may have seen `whole`: it lives as long as this.
+    part alone. CUDA graphs may have seen `whole`: its memory stays until the layers leave it or the
+    device.
     """
 
     def __init__(self, layers: Sequence[Fp8Linear]) -> None:
         self.layers = tuple(layers)
         self.sizes = [layer.out_features for layer in layers]
-        # What the first layer was given, and the parts that nobody has taken yet.
-        self._open: tuple[Tensor, list[Tensor | None]] | None = None
+        # What the first layer was given, and the parts that nobody has taken yet, by index.
+        self._open: tuple[Tensor, dict[int, Tensor]] | None = None
         first = layers[0]
-        bias: Tensor | None = first.bias
-        tensors = {"weight": torch.cat([layer.weight for layer in layers])}
-        tensors["weight_scale"] = torch.cat([layer.weight_scale for layer in layers])
-        if bias is not None:
-            tensors["bias"] = torch.cat([layer.bias for layer in layers])
+        names = ["weight", "weight_scale"] + ["bias"] * (first.bias is not None)
+        tensors = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
         self.whole = Fp8Linear(
             first.in_features,
             sum(self.sizes),
             first.settings,
-            bias=bias is not None,
+            bias="bias" in names,
             dtype=first.compute_dtype,
             device="meta",
             name=" + ".join(layer.name for layer in layers),
@@ -65,24 +65,34 @@ class JointLinear:
         self.whole.take_(tensors)
         if first.input_scale is not None:
             self.whole.take_({"input_scale": first.input_scale.clone()})
-            for layer in layers:
-                layer.input_scale = self.whole.input_scale
-        for name in tensors:
-            rows = [len(getattr(layer, name)) for layer in layers]
-            # Views: nothing is there twice.
-            for layer, part in zip(layers, getattr(self.whole, name).split(rows), strict=True):
-                _set(layer, name, part)
+        self._rows = {name: [len(getattr(layer, name)) for layer in layers] for name in names}
         for index, layer in enumerate(layers):
             layer.saturation = self.whole.saturation  # one input, one scale
             layer.__class__ = JointPart
             vars(layer).update(joint=self, joint_index=index)
+        self.share_()
+
+    def share_(self) -> None:
+        """Make the layers' tensors parts of the product's: nothing is there twice."""
+        for name, rows in self._rows.items():
+            parts = getattr(self.whole, name).split(rows)
+            for layer, part in zip(self.layers, parts, strict=True):
+                # Past JointPart's own, which would split them.
+                own = nn.Parameter(part, False) if name == "bias" else part
+                nn.Module.__setattr__(layer, name, own)
+        for layer in self.layers:
+            if (scale := self.whole.input_scale) is not None:
+                nn.Module.__setattr__(layer, "input_scale", scale)
+            vars(layer)["joint_weight"] = layer.weight
 
     def take(self, index: int, input: Tensor) -> Tensor | None:
         """The part of one layer; None if the product at hand is of another input."""
         if index == 0:
+            # Past __call__ and `split`, which take 3 us of the host's time (a Xeon, torch 2.13).
+            out = self.whole.forward(input)
+            parts = dict(enumerate(out.split_with_sizes(self.sizes, -1)))
+            first = parts.pop(0)
             # What a pass that was broken off has left behind never outlives this.
-            parts: list[Tensor | None] = list(self.whole(input).split(self.sizes, -1))
-            first, parts[0] = parts[0], None
             self._open = (input, parts)
             return first
         # Read once: another thread may have begun a product of its own.
@@ -90,40 +100,55 @@ class JointLinear:
         if found is None or found[0] is not input:
             return None
         parts = found[1]
-        part, parts[index] = parts[index], None
-        if all(other is None for other in parts):
+        part = parts.pop(index, None)
+        if not parts:
             self._open = None
         return part
+
+    def move_(self, *args: Any, **kwargs: Any) -> None:
+        """Move all layers, or change their dtype, as `nn.Module._apply` does: still one product."""
+        self.whole._apply(*args, **kwargs)
+        self.share_()
 
     def split_(self) -> None:
         """Let the layers compute by themselves again, each with a weight of its own."""
         for layer in self.layers:
-            # Else moving the model has split them, and somebody may have joined them again.
+            # Else something has split them before, and somebody may have joined them again.
             if vars(layer).get("joint") is self:
-                del vars(layer)["joint"], vars(layer)["joint_index"]
+                for name in ("joint", "joint_index", "joint_weight"):
+                    del vars(layer)[name]
                 layer.__class__ = Fp8Linear
                 if layer.saturation is not None:
                     layer.saturation = SaturationCounter(layer.name)
                 for name in TENSORS:
                     if (x := getattr(layer, name)) is not None:
-                        _set(layer, name, x.detach().clone())
+                        own = x.detach().clone()
+                        setattr(layer, name, nn.Parameter(own, False) if name == "bias" else own)
         self._open = None
 
-
-def _set(layer: Fp8Linear, name: str, x: Tensor) -> None:
-    setattr(layer, name, nn.Parameter(x, False) if name == "bias" else x)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": None}  # results of a pass are nobody's
 
 
 class JointPart(Fp8Linear):
-    """An Fp8Linear whose result is a part of a joint product; it leaves it when it is moved."""
+    """An Fp8Linear whose result is a part of a joint product."""
 
     joint: JointLinear
     joint_index: int
+    joint_weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """As Fp8Linear; rows of the result are those of the joint product."""
-        part = self.joint.take(self.joint_index, input)
-        return super().forward(input) if part is None else part
+        # None: accelerate's hooks keep this method when the layer is an Fp8Linear again.
+        joint = getattr(self, "joint", None)
+        if joint is None:
+            return Fp8Linear.forward(self, input)
+        if self._buffers["weight"] is not self.joint_weight:
+            if joint.layers[self.joint_index] is self:  # not one of DataParallel's replicas
+                joint.split_()
+            return Fp8Linear.forward(self, input)
+        part = joint.take(self.joint_index, input)
+        return Fp8Linear.forward(self, input) if part is None else part
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in TENSORS:
@@ -159,22 +184,25 @@ class JointPart(Fp8Linear):
         self.joint.split_()
         self.take_(tensors)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.joint.split_()
-        return self._apply(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.joint.split_()
-        self._load_from_state_dict(*args, **kwargs)
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        # A model goes on to the other layers, which are where they should be by then.
+        self.joint.move_(*args, **kwargs)
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # Files have no views: a part alone, not the memory of all.
-        for name in TENSORS:
-            if (x := destination.get(f"{prefix}{name}")) is not None:
-                destination[f"{prefix}{name}"] = x.clone()
+        # The layers share it, which transformers refuses to save.
+        if (scale := destination.get(f"{prefix}input_scale")) is not None:
+            destination[f"{prefix}input_scale"] = scale.clone()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.input_scale is None:
+            super()._load_from_state_dict(*args, **kwargs)  # in place, or by attributes
+        else:  # each of the layers may be given a scale of its own
+            self.joint.split_()
+            self._load_from_state_dict(*args, **kwargs)
 
 
 def objection(layers: Sequence[nn.Module]) -> str | None:
@@ -207,20 +235,26 @@ def join_(layers: Sequence[nn.Module]) -> JointLinear:
     return JointLinear([layer for layer in layers if isinstance(layer, Fp8Linear)])
 
 
+def join_children_(module: nn.Module, groups: Sequence[Sequence[str]]) -> list[JointLinear]:
+    """Join the children of these names, if a module has them all and they can be."""
+    children = dict(module.named_children())
+    joined = []
+    for group in groups:
+        layers = [children[child] for child in group if child in children]
+        if len(layers) == len(group) and objection(layers) is None:
+            joined.append(join_(layers))
+    return joined
+
+
 def join_named_(
     model: nn.Module, groups: Sequence[Sequence[str]], *, without: Sequence[str] = ()
 ) -> list[JointLinear]:
-    """Join the children of these names, wherever a module has them all and they can be.
+    """`join_children_` of every module in a model.
 
     without: names of modules that are left as they are.
     """
     joined = []
     for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] in without:
-            continue
-        children = dict(module.named_children())
-        for group in groups:
-            layers = [children[child] for child in group if child in children]
-            if len(layers) == len(group) and objection(layers) is None:
-                joined.append(join_(layers))
+        if name.rpartition(".")[2] not in without:
+            joined += join_children_(module, groups)
     return joined

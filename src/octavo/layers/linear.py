@@ -237,7 +237,9 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self._check_input(input)
         is_compiling = torch.compiler.is_compiling()
         # torch.nn.Module takes long to find an attribute that is a buffer or a parameter.
-        buffers, bias = self._buffers, self._parameters["bias"]
+        buffers, parameters = self._buffers, self._parameters
+        # Replicas of torch.nn.DataParallel have attributes in place of parameters.
+        bias = parameters["bias"] if parameters else self.bias
         weight, weight_scale, scale = map(buffers.get, ("weight", "weight_scale", "input_scale"))
         assert weight is not None and weight_scale is not None
         if self.saturation is not None and scale is not None and not is_compiling:

@@ -164,7 +164,7 @@ GENERATE = Dialect(
         "fp8-token": "kv=token",
     },
     plain=("stock",),
-    takes=("kv",),
+    takes=("kv", "linear"),
 )
 
 

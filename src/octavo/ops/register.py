@@ -111,10 +111,10 @@ class Operator:
         except (AttributeError, TypeError):  # no tensors, or sizes that are not numbers yet
             return self._by_torch(call)
         if known is None:
-            call.check()
             values = self.form.flatten(call)
             if state not in _PLAIN_STATES or not all(map(_is_plain, values)):
-                return self._operator(*values)
+                return self._by_torch(call)
+            call.check()
             known = self._prepare(call, values, signature)
         if known.gpu is not None and known.gpu != torch.cuda.current_device():
             return self._by_torch(call)

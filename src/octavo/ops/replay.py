@@ -70,25 +70,26 @@ def record(
     return result, Replay(function, gpu, calls_torch)
 
 
-class _Address:
-    """Memory as tensor descriptors want it: something with a data_ptr."""
+class _Memory:
+    """A tensor descriptor that is its own tensor, as far as Triton asks for one: for an address."""
 
     __slots__ = ("pointer",)
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
 
+    @property
+    def base(self) -> "_Memory":
+        return self
+
     def data_ptr(self) -> int:
         return self.pointer
 
 
-def _described(descriptor: Any, pointer: int) -> Any:
-    """The same tensor descriptor of other memory; Triton has checked the first one."""
-    made = object.__new__(type(descriptor))
-    fields = vars(made)
-    fields.update(vars(descriptor))
-    fields["base"] = _Address(pointer)
-    return made
+def _descriptors_like(descriptor: Any) -> type:
+    """A class of descriptors that differ in their memory alone; Triton has checked the first."""
+    fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
+    return type("Descriptor", (_Memory,), {"__slots__": (), **fields})
 
 
 @dataclass
@@ -148,8 +149,10 @@ class _Writer:
     def _open_buffers(self, results: Sequence[Operand]) -> None:
         """Make the results, and one buffer for everything that does not outlive the call."""
         # What only kernels see before is made in the shape that the caller sees.
-        whole = {one.root: one.tensor for one in results if one.is_whole}
+        whole, made = {one.root: one.tensor for one in results if one.is_whole}, self.recording.made
         used = {one.root for one in self.recording.used()}
+        if any(one.root not in used and one.tensor.numel() for one in results if one.root in made):
+            raise UnrecordableError("a result that no step has written")
         size, device, parts = 0, None, {}
         for number, root in enumerate(self.recording.made):
             root.name = f"m{number}"
@@ -199,8 +202,7 @@ class _Writer:
 
     def _launch_argument(self, x: Any) -> str:
         if isinstance(x, Described):
-            template = self._constant(_described(x.descriptor, 0))  # keeps no tensor alive
-            return f"{self._constant(_described)}({template}, {_address(x.operand)})"
+            return f"{self._constant(_descriptors_like(x.descriptor))}({_address(x.operand)})"
         return _address(x) if isinstance(x, Operand) else self._constant(x)
 
     def _write_call(self, called: TorchCall, number: int) -> None:

@@ -134,7 +134,8 @@ def register_impl(
     others, whenever it has no objection and no reluctance, which says why another implementation
     should run unless this one is asked for. is_replayable: all that it does follows from the
     shapes, strides, dtypes and plain values that it is given, never from data or other state: calls
-    that repeat are then recorded, and replayed without it (octavo.ops.replay).
+    that repeat are then recorded, and replayed without it (octavo.ops.replay). It must launch
+    nothing but by octavo.kernels.launch.launch and by operators of torch.
     """
     impls = _impls_of(op)
     if any(impl.name == name for impl in impls):

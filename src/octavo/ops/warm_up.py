@@ -7,6 +7,7 @@ ladders of batches, rows, tokens and room for a sequence meet them. Lengths do n
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,17 +224,17 @@ def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
     for rows in layers.rows:
         x = _bf16(device, rows, layers.depth)
         name = f"{size}, {rows} tokens"
-        operands: dict[str, tuple[Quantized | Tensor, Granularity | None]] = {}
+        operands: dict[str, tuple[Quantized | Tensor, dict[str, Any]]] = {}
+        scale = torch.ones((), device=device) if layers.is_static else None
         if layers.activation is not None:
-            scale = torch.ones((), device=device) if layers.is_static else None
             to_fp8 = partial(quantize, x, layers.activation, scale=scale)
             calls.append((f"{name}: quantize", to_fp8))
-            operands["scaled_mm"] = (to_fp8(), None)
-        if not layers.is_static:
-            # A layer gives its plain input to the product, which quantizes it on the way.
-            operands["scaled_mm, plain input"] = (x, layers.activation)
+            operands["scaled_mm"] = (to_fp8(), {})
+        # A layer gives its plain input to the product, which quantizes it on the way.
+        options = {"activation": layers.activation, "scale": scale}
+        operands["scaled_mm, plain input"] = (x, options)
         calls += [
-            (f"{name}: {op}{suffix}", partial(scaled_mm, a, weight, bias, activation=how))
+            (f"{name}: {op}{suffix}", partial(scaled_mm, a, weight, bias, **how))
             for op, (a, how) in operands.items()
             for suffix, bias in biases.items()
         ]

@@ -235,7 +235,7 @@ def _joined(found: Mapping[str, Changes]) -> Changes:
     """The changes of all components, as component.field."""
     joined = Changes({})
     for name, changes in found.items():
-        for kind in ("layers", "fused", "weight_only", "left", "faster"):
+        for kind in ("layers", "fused", "weight_only", "joint", "left", "faster"):
             fields = getattr(changes, kind)
             getattr(joined, kind).update({f"{name}.{key}": fields[key] for key in fields})
     return joined

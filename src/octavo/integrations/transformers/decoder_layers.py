@@ -3,7 +3,9 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from octavo.integrations.checkpoints.kv_scales import read_kv_scales
 from octavo.integrations.checkpoints.linear_layers import kv_scale_names
 from octavo.integrations.patch import begin_patch
 from octavo.integrations.transformers import text
+from octavo.integrations.transformers.fused_forward import Forward
 from octavo.integrations.transformers.load import find_weights, local_place, read_dtypes
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
@@ -76,9 +79,16 @@ def make_layers(
 
 
 def install(
-    model: nn.Module, made: dict[str, DecoderAttention], implementation: str, feature: str
+    model: nn.Module,
+    made: dict[str, DecoderAttention],
+    implementation: str,
+    feature: str,
+    forwards: Mapping[str, Forward] = MappingProxyType({}),
 ) -> None:
-    """Give the model's modules their layers, and attention by this name; patches of `feature`."""
+    """Give the model's modules their layers, and attention by this name; patches of `feature`.
+
+    forwards: functions of a module that replace its own forward, by the module's name.
+    """
     require("transformers.PreTrainedConfig._attn_implementation")
     found: dict[str, Any] = dict(text.find_layers(model))
     for name, layer in made.items():
@@ -86,6 +96,9 @@ def install(
         patch = begin_patch(attention, feature, is_listed=layer.dtype is not None)
         patch.set(attention, CHILD, layer.to(device_of(attention)))
         patch.set(attention.config, "_attn_implementation", implementation)
+        if (forward := forwards.get(name)) is not None:
+            # A partial, not a method: those lose themselves when a module is pickled.
+            patch.set(attention, "forward", partial(forward, attention))
         if hasattr(attention, "quantization_scheme"):
             # compressed-tensors would round keys and values on their way to the cache, too.
             patch.set(attention, "quantization_enabled", False)
@@ -165,8 +178,8 @@ def check_call(module: Any, mask: Tensor | None, call: dict[str, Any]) -> Decode
         raise UnsupportedError(f"{layer.name}: expected a causal call, got one that is not")
     spec = layer.spec
     given = (call.get("scaling"), call.get("softcap"), call.get("sliding_window"))
-    if given != (spec.softmax_scale, spec.softcap, spec.window):
-        expected = (spec.softmax_scale, spec.softcap, spec.window)
+    expected = (spec.softmax_scale, spec.softcap, spec.window)
+    if given != expected:
         raise UnsupportedError(
             f"{layer.name}: expected softmax scale, cap and window {expected}, got {given}"
         )

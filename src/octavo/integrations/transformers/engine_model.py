@@ -19,6 +19,7 @@ from octavo.integrations.patch import undo_patches_
 from octavo.integrations.transformers import engine_images, kv_cache, text, vision
 from octavo.integrations.transformers.decoder_layers import check_call, install, make_layers
 from octavo.integrations.transformers.engine_images import ImagePass, has_vision
+from octavo.integrations.transformers.joint_projections import JOINT
 from octavo.integrations.transformers.saturation import Watch
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
@@ -32,8 +33,6 @@ require("torch.nn.Module._compiled_call_impl")
 
 IMPLEMENTATION = "octavo_engine"
 STEP = "octavo_step"  # the keyword by which attention gets the step
-# What decoders call projections of the same tokens.
-JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class AttentionStep(Protocol):

@@ -1,19 +1,18 @@
 """Forwards of attention modules that hand their projections to our attention without a detour.
 
 A module of transformers rotates queries and keys in float32, rounds them and turns all three around
-before it calls its attention function. Here, rotation and quantization are one op. A forward is put
-on the instance, and only if the module's class is as transformers wrote it.
+before it calls its attention function. Here, rotation and quantization are one op.
 """
 
-import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers import fused_forward
+from octavo.integrations.transformers.fused_forward import Replacement, check_implementation
 from octavo.numerics.rotary import Rotary
 
 
@@ -62,7 +61,7 @@ READ_BY_ATTENTION = (
 )
 WHISPER = "WhisperAttention"
 
-Forward = Callable[..., Any]
+Forward = fused_forward.Forward
 
 
 def packed_forward(
@@ -78,11 +77,7 @@ def packed_forward(
     position_embeddings: cos and sin, [tokens, head_dim]; their halves are the same.
     """
     layer = getattr(module, CHILD)
-    if module.config._attn_implementation != IMPLEMENTATION:
-        raise ConfigError(
-            f"{layer}: expected the attention implementation {IMPLEMENTATION!r} that apply_ set in "
-            f"the config, got {module.config._attn_implementation!r}: restore_ the model first"
-        )
+    check_implementation(module, layer, IMPLEMENTATION)
     dropout = module.attention_dropout if module.training else 0.0
     check_call(type(module).__name__, dropout, kwargs, READ_BY_ATTENTION)
     if module.scaling != layer.spec.softmax_scale:
@@ -129,28 +124,13 @@ def whisper_forward(
 
 
 def find_forward(module: nn.Module) -> Forward | None:
-    """The forward that can replace a module's own; None if its class is not as we know it.
-
-    A forward that is overridden, wrapped or replaced (by hooks that move its inputs) stays.
-    """
-    own = type(module).forward
-    name = f"{own.__module__}.{getattr(own, '__qualname__', '')}"
-    forward = _FORWARDS.get(name)
-    if forward is None or hasattr(own, "__wrapped__") or "forward" in vars(module):
-        return None
-    has_same_parameters = _parameters(own) == _parameters(forward)
-    has_same_children = {child for child, _ in module.named_children()} == _CHILDREN[forward]
-    return forward if has_same_parameters and has_same_children else None
-
-
-def _parameters(function: Forward) -> list[str]:
-    return list(inspect.signature(function).parameters)[1:]
+    """The forward that can replace a module's own; None if its class is not as we know it."""
+    return fused_forward.find_forward(module, _KNOWN)
 
 
 def is_fused(module: nn.Module) -> bool:
     """Whether the module runs a forward of ours."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func in _CHILDREN
+    return fused_forward.is_fused(module, (packed_forward, whisper_forward))
 
 
 def _rotary(module: Any, tables: tuple[Tensor, Tensor] | None, num_tokens: int) -> Rotary:
@@ -177,14 +157,13 @@ def check_call(kind: str, dropout: float, options: dict[str, Any], refused: Iter
         raise UnsupportedError(f"{kind}: this attention is for inference, got dropout {dropout}")
 
 
-# The full names of forwards that we know, and what replaces them.
-_FORWARDS: dict[str, Forward] = {
-    f"transformers.models.{name}.modeling_{name}.{family.attention}.forward": packed_forward
+# By the full names of the forwards that are replaced.
+_KNOWN: dict[str, Replacement] = {
+    f"transformers.models.{name}.modeling_{name}.{family.attention}.forward": Replacement(
+        packed_forward, frozenset({"qkv", "proj"})
+    )
     for name, family in FAMILIES.items()
 }
-_FORWARDS[f"transformers.models.whisper.modeling_whisper.{WHISPER}.forward"] = whisper_forward
-# What a module must have, and no more: a norm of queries, say, would be left out.
-_CHILDREN: dict[Forward, set[str]] = {
-    packed_forward: {"qkv", "proj"},
-    whisper_forward: {"q_proj", "k_proj", "v_proj", "out_proj"},
-}
+_KNOWN[f"transformers.models.whisper.modeling_whisper.{WHISPER}.forward"] = Replacement(
+    whisper_forward, frozenset({"q_proj", "k_proj", "v_proj", "out_proj"})
+)

@@ -2,7 +2,8 @@
 
 A forward pre-hook of the module that runs the decoder's layers, `give_pages`, gives whatever cache
 a call brings, or would have made, layers of `paged_cache` before the first token is stored.
-transformers looks up our attention by the name in the model's config.
+transformers looks up our attention by the name in the model's config. Modules that `fused_decoder`
+knows have another forward instead, which passes the cache's `update` and that attention by.
 """
 
 from collections.abc import Iterable
@@ -15,15 +16,15 @@ from octavo import ops
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.patch import begin_patch, undo_patches_
-from octavo.integrations.transformers import text
+from octavo.integrations.transformers import fused_decoder, text
 from octavo.integrations.transformers.decoder_layers import CHILD, check_call, install, make_layers
+from octavo.integrations.transformers.fused_decoder import IMPLEMENTATION, PASS
+from octavo.integrations.transformers.fused_forward import Forward
 from octavo.integrations.transformers.paged_steps import Pass, Sequences
 from octavo.integrations.transformers.saturation import Watch
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.recipe import KvCacheSettings
 
-IMPLEMENTATION = "octavo"
-PASS = "octavo_pass"  # the keyword by which attention gets what the layers of a pass share
 FEATURE = "kv_cache"
 
 
@@ -48,11 +49,25 @@ def attach(
     )
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
-    install(model, made, IMPLEMENTATION, FEATURE)
+    install(model, made, IMPLEMENTATION, FEATURE, _find_forwards(model, made))
     hook = partial(give_pages, Watch())
     handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     begin_patch(decoder, FEATURE, is_listed=False).hook(handle)
     return [name for name, layer in made.items() if layer.dtype is not None]
+
+
+def _find_forwards(model: nn.Module, made: dict[str, DecoderAttention]) -> dict[str, Forward]:
+    """The forwards of ours by layer; keys that a layer changes must have been turned before."""
+    modules = text.find_layers(model)
+    plain = [name for name, layer in made.items() if not layer.changes_keys]
+    found = {name: fused_decoder.find_forward(modules[name]) for name in plain}
+    return {name: forward for name, forward in found.items() if forward is not None}
+
+
+def find_fused(model: nn.Module) -> list[str]:
+    """The layers in FP8 whose forward hands its projections straight to ours, by their names."""
+    fused = {name: m for name, m in model.named_modules() if fused_decoder.is_fused(m)}
+    return [name for name, m in fused.items() if m.get_submodule(CHILD).dtype is not None]
 
 
 def detach(model: nn.Module) -> list[str]:
@@ -62,7 +77,7 @@ def detach(model: nn.Module) -> list[str]:
 
 def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook: give a call's cache pages, and let attention know the pass."""
-    from transformers import DynamicCache
+    from transformers import Cache, DynamicCache
 
     watch.look(decoder)
     if len(args) > 1:
@@ -74,7 +89,9 @@ def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[s
             return None
         cache = kwargs["past_key_values"] = DynamicCache(config=decoder.config)
     sequences = convert(cache, decoder)
-    kwargs[PASS] = Pass(cache.layers, sequences)
+    # Not overridden by its class, nor replaced on the instance.
+    is_stock = getattr(cache.update, "__func__", None) is Cache.update
+    kwargs[PASS] = Pass(cache.layers, sequences, cache if is_stock else None)
     return args, kwargs
 
 
@@ -161,9 +178,10 @@ def attend(
     """Attention as transformers calls it: [batch, heads, columns, head_dim] over the cache."""
     layer = check_call(module, attention_mask, call)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    run, sinks = call.get(PASS), call.get("s_aux")
-    mask = None if attention_mask is None else attention_mask.bool()
+    run, sinks, mask = call.get(PASS), call.get("s_aux"), attention_mask
     if run is None:  # without a cache nothing is stored, and nothing quantized
-        mask = None if mask is None else mask[:, -k.shape[1] :]
+        mask = None if mask is None else mask.bool()[:, -k.shape[1] :]
         return ops.attention(q, k, v, layer.spec, sinks=sinks, key_mask=mask), None
-    return run.layers[module.layer_idx].attend(q, k, v, mask, run, sinks), None
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    paged = run.layers[module.layer_idx]
+    return paged.attend(*packed, q.shape[1], run, mask=mask, sinks=sinks), None

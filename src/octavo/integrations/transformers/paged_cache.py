@@ -19,6 +19,7 @@ from octavo.integrations.transformers.paged_steps import (
     Places,
     Sequences,
     Step,
+    Tables,
     keep_address,
     whole_pages,
 )
@@ -26,6 +27,7 @@ from octavo.internals import internals
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.granularity import PerToken
+from octavo.numerics.rotary import Rotary
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 with internals("torch"):
@@ -64,6 +66,7 @@ class PagedLayer(CacheLayerMixin):
         self.key_pages: Tensor | None = None
         self.value_pages: Tensor | None = None
         self.key_scale, self.value_scale = attention.key_scale, attention.value_scale
+        self._checked: PagedView | None = None  # of these pages, with a batch of the past
 
     @property
     def is_compileable(self) -> bool:
@@ -107,6 +110,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _make_room(self, capacity: int) -> None:
         """Pages for so many tokens of each sequence; what is there stays."""
+        self._checked = None
         pages = (self.batch_size * (capacity // PAGE_SIZE), *self._page_shape)
         for name in self._stored:
             is_scale = name.endswith("_scale")
@@ -120,6 +124,10 @@ class PagedLayer(CacheLayerMixin):
                 del kept  # the old pages are free before the next ones are made
             setattr(self, name, new)
         self.capacity = capacity
+        # What a plan is made for. A string, which knows its hash: every layer looks a plan up.
+        attention = self.attention
+        dtype, num_kv_heads = attention.dtype or self.dtype, self._page_shape[0]
+        self._plan_key = f"{capacity} {attention.spec} {dtype} {attention.num_heads}/{num_kv_heads}"
 
     def _by_sequence(self, x: Tensor) -> Tensor:
         """Pages or their scales as [batch, pages, …]."""
@@ -131,7 +139,11 @@ class PagedLayer(CacheLayerMixin):
         """Make room for new keys and values; attention stores them, since it knows the padding."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        num_columns = key_states.shape[2]
+        self.expect(key_states.shape[2])
+        return key_states, value_states
+
+    def expect(self, num_columns: int) -> None:
+        """Make room for so many new columns."""
         if self.max_length is not None:
             seen = self.sequences.num_columns
             assert seen is not None
@@ -141,29 +153,43 @@ class PagedLayer(CacheLayerMixin):
                 # On the device, without waiting: what is too much would land in another's place.
                 fits = seen <= self.max_length
                 _assert_async(fits, f"expected at most {self.max_length} tokens, got more")
-            return key_states, value_states
+            return
         self.num_seen += num_columns
         if self.window is None and self.num_seen > self.capacity:
             more = self.capacity + max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
             self._make_room(whole_pages(max(self.num_seen, more)))
-        return key_states, value_states
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, run: Pass, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        num_columns: int,
+        run: Pass,
+        *,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        tables: Tables | None = None,
     ) -> Tensor:
-        """Store k and v, and attend to all that is stored.
+        """Store k and v, and attend to all that is stored: [batch, columns, heads, head_dim].
 
-        q, k, v: [batch, columns, heads, head_dim]; mask: [batch, columns so far] or None.
+        q, k, v: [batch · columns, heads, head_dim]; mask: [batch, columns so far] or None. tables:
+        cos and sin, by which queries and keys are turned first.
         """
-        num_columns = q.shape[1]
+        batch, head_dim = self.batch_size, q.shape[-1]
         # A window's ring has no room for many new tokens beside those that their queries see.
         at_once = num_columns if self.window is None else WINDOW_COLUMNS
         parts = []
         for start in range(0, num_columns, at_once):
             stop = min(start + at_once, num_columns)
-            step = run.step(start, stop, num_columns, mask)
-            part = (x[:, start:stop] for x in (q, k, v))
-            parts.append(self._attend(step, sinks, *part))
+            step, part, rotary = run.step(start, stop, num_columns, mask), (q, k, v), None
+            if stop - start < num_columns:
+                by_sequence = (x.view(batch, num_columns, *x.shape[1:]) for x in part)
+                q_part, k_part, v_part = (x[:, start:stop].flatten(0, 1) for x in by_sequence)
+                part = q_part, k_part, v_part
+            if tables is not None:
+                rotary = run.rotary(tables, (batch, num_columns, head_dim), start, stop)
+            parts.append(self._attend(step, sinks, rotary, *part))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def store(self, k: Tensor, v: Tensor, run: Pass) -> None:
@@ -174,30 +200,44 @@ class PagedLayer(CacheLayerMixin):
         places = run.step(0, num_columns, num_columns, None).places_in(self.capacity, None)
         self.attention.append(self._view(places), k.flatten(0, 1), v.flatten(0, 1), places.slots)
 
-    def _attend(self, step: Step, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self,
+        step: Step,
+        sinks: Tensor | None,
+        rotary: Rotary | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         places = step.places_in(self.capacity, self.window)
-        view = self._view(places)
-        self.attention.append(view, k.flatten(0, 1), v.flatten(0, 1), places.slots)
+        view, attention = self._view(places), self.attention
+        query = None if rotary is None else q
+        turned = attention.append(view, k, v, places.slots, query=query, rotary=rotary)
+        packed = q if turned is None else turned
+        shape = (self.batch_size, step.num_columns, *q.shape[1:])
         # A few tokens for each sequence are decoded: their queries stay as they are.
         if step.real is None and step.num_columns <= MAX_QUERY_TOKENS:
-            return self.attention.decode(q, view, sinks=sinks, plan=self._plan(q, view, step))
-        packed = q.flatten(0, 1)
+            q = packed.view(shape)
+            return attention.decode(q, view, sinks=sinks, plan=self._plan(q, view, step))
         if step.real is not None:
             packed = packed[step.real]
         # An upper bound that is known without asking the device.
         room = min(self.capacity, self.num_seen) if self.max_length is None else self.capacity
-        out = self.attention.prefill(
+        out = attention.prefill(
             *(packed, view, step.cu_seqlens, step.num_columns),
             sinks=sinks,
             num_cached_tokens=self.batch_size * room,
         )
         if step.real is not None:
-            out = torch.zeros_like(q.flatten(0, 1)).index_copy_(0, step.real, out)
-        return out.view(q.shape)
+            out = out.new_zeros(q.shape).index_copy_(0, step.real, out)
+        return out.view(shape)
 
     def _view(self, places: Places) -> PagedView:
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and self._checked is not None:
+            return self._checked.for_batch(places.page_table, places.lengths)
         assert self.key_pages is not None and self.value_pages is not None
-        return PagedView(
+        view = PagedView(
             self.key_pages,
             self.value_pages,
             self.key_scale,
@@ -205,22 +245,24 @@ class PagedLayer(CacheLayerMixin):
             places.page_table,
             places.lengths,
         )
+        if not is_compiling:  # its tensors would be those of a graph
+            self._checked = view
+        return view
 
     def _plan(self, q: Tensor, view: PagedView, step: Step) -> DecodePlan | None:
         """The plan of a decode step on a GPU, made once for all layers alike."""
         if not q.is_cuda:
             return None
-        spec = self.attention.spec
-        key = (self.capacity, spec, view.dtype, self.attention.num_heads, view.num_kv_heads)
-        if key not in step.plans:
-            step.plans[key] = ops.plan_decode(
-                *(view, spec),
+        plan = step.plans.get(self._plan_key)
+        if plan is None:
+            plan = step.plans[self._plan_key] = ops.plan_decode(
+                *(view, self.attention.spec),
                 num_heads=q.shape[2],
                 q_len=q.shape[1],
                 dtype=q.dtype,
                 impl=self.attention.impl,
             )
-        return step.plans[key]
+        return plan
 
     def get_seq_length(self) -> int:
         """How many columns the layer has seen, padding included."""
@@ -279,7 +321,7 @@ class PagedLayer(CacheLayerMixin):
         """Let sequence i be what sequence beam_idx[i] was."""
         if not self.is_initialized:
             return
-        index = beam_idx.to(self.device)
+        index, self._checked = beam_idx.to(self.device), None
         for name in self._stored:
             setattr(self, name, self._selected(getattr(self, name), index))
         self.batch_size = len(index)

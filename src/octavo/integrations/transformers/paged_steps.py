@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.internals import internals
 from octavo.numerics.decode_plan import DecodePlan
+from octavo.numerics.rotary import Rotary
 
 PAGE_SIZE = 64
 
@@ -37,7 +38,7 @@ class Step:
     real: Tensor | None
     cu_seqlens: Tensor
     places: dict[tuple[int, int | None], Places] = field(default_factory=dict)
-    plans: dict[object, DecodePlan] = field(default_factory=dict)
+    plans: dict[str, DecodePlan] = field(default_factory=dict)
 
     @staticmethod
     def make(before: Tensor, num_columns: int, mask: Tensor | None) -> "Step":
@@ -117,21 +118,49 @@ class Sequences:
             self.lengths = self.lengths.index_select(0, indices.to(self.lengths.device))
 
 
-class Pass:
-    """One forward pass of a model over a cache: what its layers share."""
+Tables = tuple[Tensor, Tensor]
 
-    def __init__(self, layers: list[Any], sequences: Sequences) -> None:
-        self.layers, self.sequences = layers, sequences
+
+class Pass:
+    """One forward pass of a model over a cache: what its layers share.
+
+    cache: whose layers a forward of ours may use itself; None if its class has its own `update`.
+    config: of the modules, as the last one has checked it.
+    """
+
+    def __init__(self, layers: list[Any], sequences: Sequences, cache: Any = None) -> None:
+        self.layers, self.sequences, self.cache = layers, sequences, cache
+        self.config: Any = None
         self.steps: dict[tuple[int, int], Step] = {}
+        self.rotaries: dict[tuple[int, ...], tuple[Tables, Rotary]] = {}
+
+    def rotary(self, tables: Tables, shape: tuple[int, int, int], start: int, stop: int) -> Rotary:
+        """The angles of columns start … stop, made once for all layers with these tables.
+
+        tables: cos and sin, [1 or batch, columns, head_dim]; their halves are the same. shape:
+        (batch, columns, head_dim).
+        """
+        if torch.compiler.is_compiling():  # where tensors have no id
+            return _as_rotary(tables, shape, start, stop)
+        cos, sin = tables
+        key = (id(cos), id(sin), *shape, start, stop)
+        found = self.rotaries.get(key)
+        if found is None:  # the tables are kept, so that no others get their ids
+            found = self.rotaries[key] = tables, _as_rotary(tables, shape, start, stop)
+        return found[1]
 
     def step(self, start: int, stop: int, num_columns: int, mask: Tensor | None) -> Step:
         """The step of columns start … stop of `num_columns` new ones, made once for all layers.
 
-        mask: [batch, columns so far] bool, False at padding.
+        mask: [batch, columns so far], 0 or False at padding.
         """
+        found = self.steps.get((start, stop))
+        return self._make_step(start, stop, num_columns, mask) if found is None else found
+
+    def _make_step(self, start: int, stop: int, num_columns: int, mask: Tensor | None) -> Step:
         whole = (0, num_columns)
         if mask is not None:
-            mask = mask[:, -num_columns:]
+            mask = mask[:, -num_columns:].bool()
         if whole not in self.steps:
             lengths = self.sequences.lengths
             assert lengths is not None
@@ -144,6 +173,19 @@ class Pass:
             part = None if mask is None else mask[:, start:stop]
             self.steps[start, stop] = Step.make(before, stop - start, part)
         return self.steps[start, stop]
+
+
+def _as_rotary(tables: Tables, shape: tuple[int, int, int], start: int, stop: int) -> Rotary:
+    cos, sin = tables
+    batch, num_columns, head_dim = shape
+    is_good = cos.shape == sin.shape and cos.shape in (shape, (1, num_columns, head_dim))
+    if not is_good:
+        raise ConfigError(
+            f"expected position_embeddings of shape [1 or {batch}, {num_columns}, {head_dim}], got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    cos, sin = (x[:, start:stop, : head_dim // 2].flatten(0, 1) for x in tables)
+    return Rotary(cos, sin)
 
 
 def whole_pages(num_tokens: int) -> int:

@@ -25,6 +25,7 @@ from octavo.integrations.checkpoints import linear_layers
 from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES, TensorEntry, read_headers
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import layer_index, plan_linear, put_linear_
+from octavo.integrations.transformers.joint_projections import join_projections_
 from octavo.internals import internals, require
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
@@ -254,6 +255,7 @@ class OctavoQuantizer(HfQuantizer):
             *(config.linear, config.ignored_layers), weight_only_layers=config.weight_only_layers
         )
         model.config.quantization_config = self.quantization_config
+        join_projections_(model)
         return model
 
     def quantize_(self, module: Fp8Linear, weight: Tensor) -> None:

@@ -989,7 +989,13 @@ def _attention_kernel(
     softmax = (softmax_scale, softcap)
     scales = (scale_ptrs, scale_strides)
     results = (out_ptr, lse_ptr, sink_ptr, scales, softmax, num_heads, num_tokens)
-    copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
+    # A head_dim in one part has no descriptors of a rest: to make one costs the host time.
+    q_rest, k_rest, v_rest = q_desc, k_desc, v_desc
+    if D2 > 0:
+        q_rest, k_rest = q2_desc, k2_desc
+    if E2 > 0:
+        v_rest = v2_desc
+    copies = (q_desc, q_rest, k_desc, k_rest, v_desc, v_rest)
     gl.warp_specialize(
         [
             (_consume, (tiles, shared, work, results, FIRST)),
@@ -1041,11 +1047,11 @@ def attention(
     values, block_n = _aligned(v), fixed["BLOCK_N"]
     tensors = {
         "q_desc": _tiled(queries, 64, fixed["D1"]),
-        "q2_desc": _tiled(queries, 64, fixed["D2"] or 32),
+        "q2_desc": _tiled(queries, 64, fixed["D2"]),
         "k_desc": _tiled(keys, block_n, fixed["D1"]),
-        "k2_desc": _tiled(keys, block_n, fixed["D2"] or 32),
+        "k2_desc": _tiled(keys, block_n, fixed["D2"]),
         "v_desc": _tiled(values, fixed["E1"], block_n),
-        "v2_desc": _tiled(values, fixed["E2_COPIED"] or 16, block_n),
+        "v2_desc": _tiled(values, fixed["E2_COPIED"], block_n),
         "out_ptr": out,
         "lse_ptr": lse,
         "q_scale_ptr": scales.q,
@@ -1129,8 +1135,10 @@ def _arguments(
     return num_programs, arguments
 
 
-def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A tensor [batch, heads, …, …] that TMA copies in tiles [1, 1, rows, columns]."""
+def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """A tensor [batch, heads, …, …] that TMA copies in tiles [1, 1, rows, columns], if any."""
+    if rows * columns == 0:
+        return None
     return TensorDescriptor.from_tensor(x, [1, 1, rows, columns], _layout(rows, columns))
 
 

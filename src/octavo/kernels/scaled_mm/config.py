@@ -15,8 +15,9 @@ MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 # Up to so many rows the weight is streamed past them: reading it is what takes the time.
 MAX_STREAM_ROWS = 64
-# Products of up to so many tiles of 128 x 128 leave most SMs idle, whoever computes them.
-MAX_FEW_TILES = 32
+# Up to so many tiles of 128 x 128 leave half of an H200's SMs idle, whoever computes them; in deeper
+# products torch splits K.
+MAX_FEW_TILES, MAX_FEW_DEPTH = 64, 5120
 # Tokens up to this width are quantized in front in one program's registers.
 MAX_TOKEN_WIDTH = 32768
 # The depth of one step of the tensor core's own accumulation (docs/explanation/numerics.md).
@@ -294,6 +295,7 @@ def torch_reluctance(
         return None
     if shape.rows <= MAX_STREAM_ROWS:
         return f"up to {MAX_STREAM_ROWS} rows the Triton kernel reads the weight faster"
-    if -(-shape.rows // 128) * -(-shape.columns // 128) <= MAX_FEW_TILES:
+    num_tiles = -(-shape.rows // 128) * -(-shape.columns // 128)
+    if num_tiles <= MAX_FEW_TILES and shape.depth <= MAX_FEW_DEPTH:
         return f"up to {MAX_FEW_TILES} tiles the Triton kernel is as fast, and costs the host less"
     return None

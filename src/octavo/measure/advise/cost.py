@@ -95,7 +95,7 @@ def _alike(
 @lru_cache(maxsize=64)
 def _joined(linear: "tuple[LinearWork, ...]") -> "tuple[LinearWork, ...]":
     """Layers as the engine multiplies them in FP8: those that share an input are one product."""
-    from octavo.integrations.transformers.engine_model import JOINT
+    from octavo.integrations.transformers.joint_projections import JOINT
 
     parts = {part: group for group in JOINT for part in group}
     found: dict[object, LinearWork] = {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.calibration.scale_file import ScaleSet
+from octavo.errors import ConfigError
 from octavo.integrations.transformers import kv_cache
 from octavo.integrations.transformers.decoder import (
     KeysAndValues,
@@ -82,6 +83,11 @@ def run_generate(
     without calibration, saturation is counted.
     """
     rows = read_rows(recipes, GENERATE, (BF16, STOCK))
+    if quantized := [row.name for row in rows if row.linear is not None]:
+        raise ConfigError(
+            f"expected rows of KV caches, got {', '.join(quantized)}: linear layers take part in "
+            "calls of generate() alone (--calls)"
+        )
     device = next(model.parameters()).device
     is_cuda = device.type == "cuda"
     generator = torch.Generator().manual_seed(0)

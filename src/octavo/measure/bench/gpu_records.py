@@ -41,7 +41,7 @@ AREAS = {
     "vision": Area(
         sources=(
             *_files("layers", "encoder_attention scaling"),
-            *_files(_TRANSFORMERS, "*vision*"),
+            *_files(_TRANSFORMERS, "*vision* fused_forward"),
         ),
         without=_files(_TRANSFORMERS, "vision_language"),
         tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention"),
@@ -50,7 +50,10 @@ AREAS = {
         sources=(
             *_files("cache", "storage view"),
             *_files("layers", "decoder_attention"),
-            *_files(_TRANSFORMERS, "*cache* decoder* calibrate paged_steps saturation"),
+            *_files(
+                _TRANSFORMERS,
+                "*cache* decoder* calibrate fused_decoder fused_forward paged_steps saturation",
+            ),
         ),
         tests=(
             *_files("cache", "test_storage"),
@@ -61,7 +64,7 @@ AREAS = {
         sources=(
             *_files("layers", "joint_linear linear saturation warmup"),
             *_files("integrations", "linear output_heads"),
-            *_files(_TRANSFORMERS, "load quantizer"),
+            *_files(_TRANSFORMERS, "joint_projections load quantizer"),
         ),
         tests=(
             *_files("layers", "test_joint_linear test_linear_gpu test_warmup"),

@@ -414,8 +414,9 @@ MATVEC = Suite(
 
 SCALED_MM = Suite(
     small=((256, 1024, 1024), (4, 512, 512)),
-    large=(  # a square, diffusion transformers, and Llama-3.1-8B with few rows
+    large=(  # a square, few tiles, diffusion transformers, and Llama-3.1-8B with few rows
         (8192, 8192, 8192),
+        *((512, 1024, 1024), (128, 1152, 4304), (512, 1152, 4304), (256, 4096, 4096)),
         *((rows, n, k) for rows in (4096, 14040) for n in WIDTHS for k in WIDTHS),
         (4608, 12288, 3072),
         (4608, 3072, 12288),
