@@ -1,4 +1,4 @@
-"""Calls of generate(), timed as users make them: rows take turns, and wrong attention ends the run."""
+"""Calls of generate(), timed as users make them: rows take turns; wrong attention ends the run."""
 
 import pytest
 import torch

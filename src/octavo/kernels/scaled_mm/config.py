@@ -15,7 +15,7 @@ MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 # Up to so many rows the weight is streamed past them: reading it is what takes the time.
 MAX_STREAM_ROWS = 64
-# Up to so many tiles of 128 x 128 leave half of an H200's SMs idle, whoever computes them; in deeper
+# Up to so many tiles of 128 x 128 leave half of an H200 idle, whoever computes them; in deeper
 # products torch splits K.
 MAX_FEW_TILES, MAX_FEW_DEPTH = 64, 5120
 # Tokens up to this width are quantized in front in one program's registers.
