@@ -30,12 +30,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accumulator": kernels.accumulator,
     "advice": advice.advice,
     "attention": kernels.attention,
-    "calls": host.calls,
     "chartqa": vision.chartqa,
     "decode": kernels.decode,
     "encoder": vision.encoder,
     "generate": decoders.generate,
-    "host": host.host,
+    "host": host.ops,
     "images": images,
     "latency": serving.latency,
     "linear": serving.linear,
@@ -52,6 +51,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "throughput": serving.throughput,
     "towers": vision.towers,
+    "towers_eager": host.towers,
     "tried": advice.tried,
 }
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

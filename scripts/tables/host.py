@@ -1,15 +1,17 @@
-"""Tables of what calls cost the host: single ops, and calls of generate()."""
+"""Tables of what calls cost the host: single ops, and vision towers without graphs."""
 
 from pathlib import Path
 
 from octavo.measure import store
 from octavo.measure.report.tables import Table, to_markdown
-from tables.common import grouped, newest
+from tables.common import newest
+
+_IMAGES = ("model", "images", "resolution")
 
 
-def host(results: Path) -> str:
+def ops(results: Path) -> str:
     """One eager call of each op on tiny tensors, beside torch's own."""
-    found = newest(store.read(results / "host_h200.jsonl"), lambda r: r.case["call"])
+    found = newest(store.read(results / "host" / "ops_h200.jsonl"), lambda r: r.case["call"])
     rows = tuple(
         (r.case["call"], r.values["median_us"], r.values["over_linear"], r.values.get("budget"))
         for r in found
@@ -19,21 +21,20 @@ def host(results: Path) -> str:
     return f"{text}\n\n{to_markdown(Table(caption='', header=header, rows=rows))}\n"
 
 
-def calls(results: Path) -> str:
-    """A token of generate(), called as users call it."""
-    records = store.read(results / "generate_calls_h200.jsonl")
-    found = newest(records, lambda r: (r.case["model"], r.case["prompt"], r.case["recipe"]))
-    parts = []
-    for group in grouped(found, lambda r: (r.case["model"], r.case["prompt"])):
-        first = group[0]
-        rows = tuple(
-            (r.case["recipe"], r.values["median_ms"], r.values["speedup"], r.values["relative_rms"])
-            for r in group
+def towers(results: Path) -> str:
+    """Vision towers, called eagerly."""
+    records = store.read(results / "host" / "encoder_h200.jsonl")
+    found = newest(records, lambda r: tuple(r.case[name] for name in (*_IMAGES, "recipe")))
+    rows = tuple(
+        (
+            f"{r.case['model']}, {r.case['images']} × {r.case['resolution']}",
+            f"{r.case['recipe']} ({r.impl})",
+            r.values["median_ms"],
+            r.values["speedup"],
+            r.values["tower_relative_rms"],
         )
-        header = ("recipe", "ms a token", "speed-up", "error after two layers")
-        parts.append(
-            f"A model shaped like {first.case['model']} with random weights, a prompt of "
-            f"{first.case['prompt']:,} tokens, on an {first.machine.gpu}.\n\n"
-            f"{to_markdown(Table(caption='', header=header, rows=rows))}"
-        )
-    return "\n\n".join(parts) + "\n"
+        for r in found
+    )
+    header = ("tower and images", "recipe", "ms", "speed-up", "error of the result")
+    text = f"On an {found[0].machine.gpu}, random weights."
+    return f"{text}\n\n{to_markdown(Table(caption='', header=header, rows=rows))}\n"
