@@ -1,5 +1,6 @@
 """Accuracy, steps, throughput, sensitivity and advice as sections of a page."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -126,6 +127,21 @@ def test_steps_of_diffusion_and_of_generation():
     case = {"model": "llm", "recipe": "fp8", "batch": 8, "context": 32768}
     (section,) = speed.GENERATE.make([row(op="x", case=case, values={"median_ms": 1.0})])
     assert section.tables[0].rows[0][0] == "8 × 32k"
+    case = {"model": "llm", "recipe": "kv", "batch": 1, "prompt": 16384}
+    (section,) = speed.GENERATE_CALLS.make([row(op="x", case=case, values={"median_ms": 1.0})])
+    assert section.tables[0].rows[0][0] == "1 × 16k"
+
+
+def test_calls_on_the_host_in_units_of_linear():
+    def called(name, over, **values):
+        values |= {"median_us": 10 * over, "over_linear": over}
+        case = {"call": name, "device": "cuda"}
+        return replace(row(op="host", case=case, values=values), baseline="F.linear")
+
+    (section,) = speed.HOST.make([called("F.linear", 1.0), called("attention", 2.5, budget=7.0)])
+    (figure,) = section.figures
+    assert figure.data[0]["x"] == [1.0, 2.5] and "in units of F.linear" in figure.caption
+    assert ("budget" in section.tables[0].header) and len(section.tables[0].rows) == 2
 
 
 def test_throughput_by_row_with_its_gain():

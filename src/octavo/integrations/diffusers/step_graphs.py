@@ -40,10 +40,10 @@ def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
     """Let a pipeline's transformers, or one of them, run by CUDA graphs; returns their names.
 
     `apply_` and compiling come first. FP8 layers that are given the same tokens become one product
-    (`JointLinear`), until the graphs are dropped or the model is moved. The first step of each
-    shape is captured: what asks the device for a value cannot be, and raises then. Everything on
-    the host that the forward depends on beside its arguments (adapters, hooks) must stay as it is;
-    `drop_step_graphs_` before it changes.
+    (`JointLinear`), until the graphs are dropped. The first step of each shape is captured: what
+    asks the device for a value cannot be, and raises then. Everything on the host that the forward
+    depends on beside its arguments (adapters, hooks) must stay as it is; `drop_step_graphs_` before
+    it changes.
     """
     found = find_transformers(model)
     for name, module in found.items():

@@ -21,7 +21,7 @@ REASONS = {
 
 def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
-    steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE)
+    steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE, speed.GENERATE_CALLS, speed.HOST)
     answers = (quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1)
     scales = (layers.SENSITIVITY, layers.CALIBRATION, layers.PIPELINE, *layers.ERRORS)
     speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs))

@@ -110,6 +110,35 @@ GENERATE = _step(
     x_title="batch × context (tokens)",
     columns="size recipe median_ms speedup cache_ratio relative_rms",
 )
+GENERATE_CALLS = _step(
+    "generate_call",
+    title="generate() as it is called",
+    what="One more token of generate() in transformers, without graphs, by batch and prompt",
+    size=lambda r: f"{r.case['batch']} × {tokens_text(int(r.case['prompt']))}",
+    needs="batch prompt",
+    x_title="batch × prompt (tokens)",
+    columns="size recipe median_ms speedup relative_rms",
+)
+
+
+def _host_figures(rows: Rows) -> Iterable[plots.Figure]:
+    units = {str(row.case["call"]): row.values["over_linear"] for row in rows}
+    caption = f"What a call costs the host, in units of {rows[0].baseline}; lower is better."
+    yield plots.name_bars(units, caption=caption, value_title="over F.linear (×)")
+
+
+HOST = Kind(
+    ops=("host",),
+    needs="call median_us over_linear",
+    by="device",
+    rows="call",
+    title="Calls on the host: {machine}",
+    text="One eager call of each op on tiny tensors, until everything is launched; on a CPU, "
+    "until it is done.",
+    figures=_host_figures,
+    caption="Calls on the host: medians",
+    columns="impl call median_us p20_us p80_us over_linear budget relative_rms",
+)
 
 
 def _throughput_text(rows: Rows) -> str:
