@@ -21,7 +21,7 @@ from triton.compiler.compiler import LazyDict
 from octavo.kernels import device as devices
 from octavo.kernels.quantize_qkv.config import token_classes
 from octavo.ops import register
-from octavo.ops.replay import Replay
+from octavo.ops.register import Prepared
 from octavo.ops.select import PREPARED
 from octavo.ops.warm_up import AttentionLayers, LinearLayers, warm_up_calls
 
@@ -77,7 +77,7 @@ class Driver:
             address = x if isinstance(x, int) else x.data_ptr()
             return self.inputs.get(address, "another tensor")
         if isinstance(x, triton.knobs.HookChain | LazyDict):
-            return "None"  # what a replay gives in place of an empty chain, and of what it is told
+            return "None"  # what a playback gives in place of an empty chain and its words
         is_plain = x is None or isinstance(x, bool | int | float | str | tuple | list)
         return repr(x) if is_plain else type(x).__name__
 
@@ -133,7 +133,7 @@ def layers():
 def main(capability):
     driver = install(capability)
     # One size of each: what the ladders of a warm-up add are other constants of the same kernels.
-    register.RECORD_AT = 2  # the third call is replayed
+    register.TAPE_AT = 2  # the third call is played
     ladders = sys.modules["octavo.ops.warm_up"]
     ladders.BATCHES, ladders.ROOMS, ladders.QUERIES = (2,), (1024,), (ladders.NUM_TOKENS,)
     ladders.token_classes = lambda num_scales: token_classes(num_scales)[-1:]
@@ -152,8 +152,8 @@ def main(capability):
         except Exception:
             row["error"] = traceback.format_exc()
         print(json.dumps(row), flush=True)
-    kinds = [type(known) for known in PREPARED.values()]
-    print(json.dumps({"replays": kinds.count(Replay), "signatures": len(kinds)}))
+    playbacks = [known.playback for known in PREPARED.values() if isinstance(known, Prepared)]
+    print(json.dumps({"playbacks": sum(map(bool, playbacks))}))
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ PROGRAM = Path(__file__).with_name("launching.py")
 # How many of the 27 calls launch a kernel at least. On sm_80 the reference runs FP8;
 # elsewhere two large products are torch's own.
 NUM_LAUNCHING = {80: 8, 89: 25, 90: 25, 100: 25}
-# Function calls of a replay, Python's and C's: at most so many, for each launch, and for each of
+# Function calls of a playback, Python's and C's: at most so many, for each launch, and for each of
 # TMA's descriptors, which Triton makes anew. Times would vary with the machine.
 MAX_CALLS = (80, 30, 16)
-# And how many are replayed when they repeat: not the reference.
-NUM_REPLAYED = {80: 8, 89: 25, 90: 27, 100: 25}
+# And how many are played from a tape when they repeat: not the reference.
+NUM_PLAYED = {80: 8, 89: 25, 90: 27, 100: 25}
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_every_kernel_is_compiled_launched_and_replayed(capability, tmp_path):
-    """What a replay launches is what Triton was given before, with the same tensors."""
+def test_every_kernel_is_compiled_launched_and_played(capability, tmp_path):
+    """What a playback launches is what Triton was given before, with the same tensors."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     # Triton 3.9 warns of launches that leave its default of fused products to it.
     no_default = ["-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning"]
@@ -43,5 +43,5 @@ def test_every_kernel_is_compiled_launched_and_replayed(capability, tmp_path):
             num_described = sum(str(x).count("tensor map") for given in first for x in given)
             most = MAX_CALLS[0] + MAX_CALLS[1] * len(first) + MAX_CALLS[2] * num_described
             assert row["function_calls"] <= most, row["name"]
-    assert last["replays"] >= NUM_REPLAYED[capability], last
+    assert last["playbacks"] >= NUM_PLAYED[capability], last
     assert sum(bool(row["launches"][0]) for row in rows) >= NUM_LAUNCHING[capability]

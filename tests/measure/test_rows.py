@@ -343,7 +343,7 @@ def test_a_recipe_file_is_a_row_and_words_change_it(tmp_path):
         ("stock", ENGINE, "got 'stock'"),
         ("kv", DIFFUSION, "got 'kv'"),
         ("dynamic", DIFFUSION, "got 'dynamic'"),
-        ("linear", GENERATE, "got 'linear'"),
+        ("vision", GENERATE, "got 'vision'"),
         ("kv", VISION, "got 'kv'"),
     ],
 )

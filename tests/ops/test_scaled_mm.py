@@ -117,7 +117,9 @@ ACTIVATION = {"dtype": BF16, "features": frozenset({"activation"})}
     ("asked", "impl"),
     [
         (request(), "torch"),
-        (request(rows=65), "torch"),
+        (request(rows=129), "torch"),
+        (request(rows=128), "triton"),
+        (request(sizes=(128, 6144, 8192)), "torch"),
         (request(rows=64), "triton"),
         (request(rows=1, granularity="tensor by tensor"), "torch"),
         (request(bias_dtype=BF16), "torch"),

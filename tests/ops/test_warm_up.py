@@ -49,7 +49,7 @@ ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=F
         (LinearLayers(64, 32, rows=(5,), activation=None), {"scaled_mm": 2}),
         (
             LinearLayers(64, 32, rows=(5,), activation=PerTensor(), is_static=True),
-            {"quantize": 1, "scaled_mm": 2},
+            {"quantize": 1, "scaled_mm": 4},
         ),
     ],
 )
@@ -112,21 +112,22 @@ def test_a_window_sinks_and_softcap():
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        (LinearLayers(128, 256, rows=(3,)), {("FP8", None), ("plain", PerToken())}),
-        (LinearLayers(128, 256, rows=(3,), activation=None), {("plain", None)}),
+        (LinearLayers(128, 256, rows=(3,)), {("FP8", None, False), ("plain", PerToken(), False)}),
+        (LinearLayers(128, 256, rows=(3,), activation=None), {("plain", None, False)}),
         (
             LinearLayers(128, 256, rows=(3,), activation=PerTensor(), is_static=True),
-            {("FP8", None)},
+            {("FP8", None, False), ("plain", PerTensor(), True)},
         ),
     ],
 )
 def test_a_linear_layer_calls_what_it_will_call(monkeypatch, layers, expected):
-    """Its plain input goes to the product, unless its scale is given."""
+    """Its plain input goes to the product, with its scale if that is given."""
     module, seen = import_module("octavo.ops.warm_up"), set()
 
-    def record(a, b, bias=None, *, activation=None):
-        assert b.data.shape == (128, 256) and len(a if isinstance(a, torch.Tensor) else a.data) == 3
-        seen.add(("plain" if isinstance(a, torch.Tensor) else "FP8", activation))
+    def record(a, b, bias=None, *, activation=None, scale=None):
+        is_plain = isinstance(a, torch.Tensor)
+        assert b.data.shape == (128, 256) and len(a if is_plain else a.data) == 3
+        seen.add(("plain" if is_plain else "FP8", activation, scale is not None))
 
     monkeypatch.setattr(module, "scaled_mm", record)
     for _, call in warm_up_calls([layers], torch.device("cpu")):

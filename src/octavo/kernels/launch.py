@@ -2,7 +2,7 @@
 
 Triton looks at every argument of every launch to find what a kernel was compiled to. `octavo.ops`
 listens to the launches of a call that repeats, and launches the compiled kernels itself from then
-on (octavo.ops.replay).
+on (octavo.ops.playback).
 """
 
 from collections.abc import Callable

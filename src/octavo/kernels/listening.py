@@ -1,4 +1,4 @@
-"""Who hears of launches: a call that is recorded (octavo.ops.replay); no Triton here."""
+"""Who hears of launches: a tape of a call (octavo.ops.tape); no Triton here."""
 
 import threading
 from collections.abc import Callable, Iterator

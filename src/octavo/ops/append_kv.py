@@ -203,5 +203,5 @@ register_impl(
     objection=_triton_objection,
     reason="rotary, casts and the scatter into pages in one launch",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

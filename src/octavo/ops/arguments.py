@@ -18,7 +18,7 @@ from octavo.numerics.attention import AttentionSpec, parse_spec
 from octavo.numerics.decode_plan import PlanSettings
 from octavo.numerics.formats import Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, parse_granularity
-from octavo.ops.select import Request, find_run, is_replayable
+from octavo.ops.select import Request, find_run, is_repeatable
 
 
 class Arguments:
@@ -38,9 +38,9 @@ class Arguments:
         """What runs calls with this signature: the implementation that is selected for them."""
         return find_run(self.request(), self.impl)
 
-    def is_replayable(self) -> bool:
+    def is_repeatable(self) -> bool:
         """Whether all that calls like this one do follows from their signature."""
-        return is_replayable(self.request(), self.impl)
+        return is_repeatable(self.request(), self.impl)
 
     def run(self, run: Callable[..., Any]) -> Any:
         """The result of `run`, as a tensor or a tuple of tensors; none of them is an argument."""
@@ -68,8 +68,7 @@ PLAIN_TENSORS = (Tensor, nn.Parameter)
 # negated (a view of a conjugated tensor) is asked too: such a tensor needs torch's help. Signatures
 # are kept, so they are numbers in plain tuples, which cost the garbage collector nothing.
 _TRAITS = (
-    "(tuple({0}.shape), {0}.stride(), {0}.dtype, {0}.device, type({0}) in PLAIN_TENSORS, "
-    "{0}.is_neg())"
+    "(tuple((x := {0}).shape), x.stride(), x.dtype, x.device, type(x) in PLAIN_TENSORS, x.is_neg())"
 )
 
 

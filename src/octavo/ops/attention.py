@@ -270,7 +270,7 @@ register_impl(
     objection=_triton_objection,
     reason="tiles on tensor cores, softmax on the way",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )
 register_impl(
     "attention",
@@ -279,5 +279,5 @@ register_impl(
     objection=objection_to_gluon,
     reason="sm_90: copies, products and exponentials side by side",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

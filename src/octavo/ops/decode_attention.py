@@ -234,7 +234,7 @@ register_impl(
     objection=_triton_objection,
     reason="split over pages on any CUDA GPU",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )
 register_impl(
     "decode_attention",
@@ -243,5 +243,5 @@ register_impl(
     objection=_gluon_objection,
     reason="pages straight to registers, at memory speed",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

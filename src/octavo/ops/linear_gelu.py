@@ -93,5 +93,5 @@ register_impl(
     objection=_torch_objection,
     reason="cuBLAS applies GELU before it stores the product",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

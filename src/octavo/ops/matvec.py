@@ -106,5 +106,5 @@ register_impl(
     objection=_triton_objection,
     reason="one row: the weight is read once, at the memory's speed",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

@@ -159,7 +159,7 @@ class PlanArguments(Arguments):
 
         return make_plan
 
-    def is_replayable(self) -> bool:
+    def is_repeatable(self) -> bool:
         return self.impl in PLANNED
 
     def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:

@@ -221,7 +221,7 @@ register_impl(
     objection=_triton_objection,
     reason="pages gathered once, then tiles on tensor cores",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )
 register_impl(
     "prefill_attention",
@@ -230,5 +230,5 @@ register_impl(
     objection=_gluon_objection,
     reason="pages gathered once, then Hopper's attention kernel",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

@@ -144,5 +144,5 @@ register_impl(
     objection=_triton_objection,
     reason="FP8 casts on the GPU in one or two launches",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

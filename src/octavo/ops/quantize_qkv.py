@@ -273,5 +273,5 @@ register_impl(
     objection=_triton_objection,
     reason="one launch with static scales, two with dynamic ones",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

@@ -13,8 +13,8 @@ from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
 from octavo.kernels.listening import listener
 from octavo.ops.arguments import PLAIN_TENSORS, Arguments, Form
-from octavo.ops.replay import Replay, record
-from octavo.ops.select import NUM_CALLS, PREPARED, remember
+from octavo.ops.playback import Playback, tape_call
+from octavo.ops.select import NUM_CALLS, PREPARED, generation, remember
 
 with internals("torch"):
     from torch._C import (
@@ -34,8 +34,8 @@ use_cache_dir()
 use_fused_products()
 # In place of the state of a thread: calls that torch has dispatched, which nobody may have checked.
 _BY_TORCH = "dispatched"
-# To record a call takes about as long as these save: most sizes of prompts are seen by one pass.
-RECORD_AT = 8
+# To tape a call takes about as long as these save: most sizes of prompts are seen by one pass.
+TAPE_AT = 8
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
 # What torch has between autograd and an implementation, for some tensors: it records a call, finds
@@ -52,11 +52,16 @@ for _key in (
 
 
 class Prepared(NamedTuple):
-    """What runs calls with a signature, and the GPU that must be the current one."""
+    """What runs calls with a signature, and the GPU that must be the current one.
+
+    playback: of a call that was taped. play: its function, if nothing of it is torch's.
+    """
 
     run: Callable[..., Any]
     gpu: int | None
-    is_replayable: bool
+    is_repeatable: bool
+    playback: Playback | None = None
+    play: Callable[[Any], Any] | None = None
 
 
 class Operator:
@@ -84,7 +89,7 @@ class Operator:
             signature = form.signature(arguments, _BY_TORCH)
             with _DisableAutocast(), on_device_of(values):
                 known = PREPARED.get(signature) or self._prepare(arguments, values, signature)
-                return self._repeat(arguments, signature, known)
+                return self._run(arguments, signature, known)
 
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         names = [leaf.name for leaf in form.leaves]
@@ -118,40 +123,41 @@ class Operator:
             known = self._prepare(call, values, signature)
         if known.gpu is not None and known.gpu != torch.cuda.current_device():
             return self._by_torch(call)
-        if type(known) is Replay and not known.calls_torch:
-            result = known.run(call)
+        if known.play is not None:
+            result = known.play(call)
             if result is not None:
                 return result
         with _AutoDispatchBelowAutograd(), _DisableAutocast():
-            return self._repeat(call, signature, known)
+            return self._run(call, signature, known)
 
     def _by_torch(self, call: Arguments) -> Any:
         call.check()
-        if listener() is not None:  # as a part of another op that is recorded
+        if listener() is not None:  # as a part of another op that is taped
             return call.run(call.prepare())
         return self._operator(*self.form.flatten(call))
 
-    def _prepare(self, call: Arguments, values: Sequence[object], signature: Any) -> "Prepared":
+    def _prepare(self, call: Arguments, values: Sequence[object], signature: Any) -> Prepared:
         """Find and keep what runs calls with this signature."""
-        known = Prepared(call.prepare(), _gpu_of(values), call.is_replayable())
-        remember(signature, known)
+        since = generation()
+        known = Prepared(call.prepare(), _gpu_of(values), call.is_repeatable())
+        remember(signature, known, since)
         return known
 
-    def _repeat(self, call: Arguments, signature: Any, known: "Prepared | Replay") -> Any:
-        """Run a call whose signature is known; after some of them, record its steps."""
-        if type(known) is Replay:
-            result = known.run(call)
-            return call.run(call.prepare()) if result is None else result
-        assert isinstance(known, Prepared)
-        if not known.is_replayable:
+    def _run(self, call: Arguments, signature: Any, known: Prepared) -> Any:
+        """Run a call whose signature is known; one of those that repeat is taped."""
+        if known.playback is not None:
+            result = known.playback.run(call)
+            return call.run(known.run) if result is None else result
+        if not known.is_repeatable:
             return call.run(known.run)
         num_calls = NUM_CALLS[signature] = NUM_CALLS.get(signature, 0) + 1
-        if num_calls != RECORD_AT:
+        if num_calls != TAPE_AT:
             return call.run(known.run)
-        tensors = self.form.tensors(call)
-        result, replay = record(lambda: call.run(known.run), tensors, known.gpu)
-        if replay is not None:
-            remember(signature, replay)
+        since, tensors = generation(), self.form.tensors(call)
+        result, playback = tape_call(lambda: call.run(known.run), tensors, known.gpu)
+        if playback is not None:
+            play = None if playback.calls_torch else playback.run
+            remember(signature, Prepared(known.run, known.gpu, True, playback, play), since)
         return result
 
 

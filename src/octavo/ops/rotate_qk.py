@@ -89,5 +89,5 @@ register_impl(
     objection=_triton_objection,
     reason="one launch for queries and keys",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

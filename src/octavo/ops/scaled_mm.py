@@ -239,7 +239,7 @@ register_impl(
     objection=_triton_objection,
     reason="any scales and sizes; for few rows the weight is read at the memory's speed",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )
 register_impl(
     "scaled_mm",
@@ -249,5 +249,5 @@ register_impl(
     reluctance=_torch_reluctance,
     reason="torch._scaled_mm is the fastest for many rows",
     is_automatic=True,
-    is_replayable=True,
+    is_repeatable=True,
 )

@@ -75,7 +75,7 @@ class Impl:
     objection: why it cannot serve a request, or None.
     reason: what to tell who asks why it was chosen. is_automatic: whether it is chosen unasked.
     reluctance: why another should serve a request that this one can serve, or None.
-    is_replayable: whether it asks for no data, and does the same to all tensors that are alike.
+    is_repeatable: whether it asks for no data, and does the same to all tensors that are alike.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Impl:
     reason: str
     is_automatic: bool = True
     reluctance: Callable[[Request], str | None] = lambda request: None
-    is_replayable: bool = False
+    is_repeatable: bool = False
 
 
 _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
@@ -96,8 +96,21 @@ NUM_CALLS: dict[Any, int] = {}
 MAX_PREPARED = 4096  # prompts of any length have different signatures
 
 
-def remember(signature: object, prepared: Hashable) -> None:
-    """Keep what runs calls with this signature, until implementations change."""
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes when implementations do."""
+    return _generation
+
+
+def remember(signature: object, prepared: Hashable, since: int | None = None) -> None:
+    """Keep what runs calls with this signature, until implementations change.
+
+    since: the generation in which it was found; in another one it is not kept.
+    """
+    if since not in (None, _generation):
+        return
     if len(PREPARED) >= MAX_PREPARED:
         forget_calls()
     PREPARED[signature] = _DISTINCT.setdefault(prepared, prepared)
@@ -110,6 +123,8 @@ def forget_calls() -> None:
 
 
 def _forget() -> None:
+    global _generation
+    _generation += 1
     find_run.cache_clear()
     forget_calls()
 
@@ -123,7 +138,7 @@ def register_impl(
     reason: str = "registered by a third party",
     is_automatic: bool = False,
     reluctance: Callable[[Request], str | None] = lambda request: None,
-    is_replayable: bool = False,
+    is_repeatable: bool = False,
 ) -> None:
     """Add an implementation of `op`, to be asked for as impl=`name`.
 
@@ -132,15 +147,15 @@ def register_impl(
     objection: says why a request cannot be served, or returns None; it is asked once for each
     request, which must be all that it looks at. is_automatic: it also runs unasked, before all
     others, whenever it has no objection and no reluctance, which says why another implementation
-    should run unless this one is asked for. is_replayable: all that it does follows from the
-    shapes, strides, dtypes and plain values that it is given, never from data or other state: calls
-    that repeat are then recorded, and replayed without it (octavo.ops.replay). It must launch
-    nothing but by octavo.kernels.launch.launch and by operators of torch.
+    should run unless this one is asked for. is_repeatable: all that it does follows from the
+    shapes, strides, dtypes and plain values that it is given, never from data (x.tolist()) or other
+    state: calls that repeat are then taped, and played without it (octavo.ops.playback). It must
+    launch nothing but by octavo.kernels.launch.launch and by operators of torch.
     """
     impls = _impls_of(op)
     if any(impl.name == name for impl in impls):
         raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
-    impl = Impl(name, run, objection, reason, is_automatic, reluctance, is_replayable)
+    impl = Impl(name, run, objection, reason, is_automatic, reluctance, is_repeatable)
     impls.insert(0, impl)
     _forget()
 
@@ -205,9 +220,9 @@ def find_run(request: Request, impl: str | None) -> Callable[..., Any]:
     return run
 
 
-def is_replayable(request: Request, impl: str | None) -> bool:
-    """Whether calls that the same implementation serves can be replayed (octavo.ops.replay)."""
-    return _named(request.op, select(request, impl).impl).is_replayable
+def is_repeatable(request: Request, impl: str | None) -> bool:
+    """Whether calls that the same implementation serves can be taped (octavo.ops.playback)."""
+    return _named(request.op, select(request, impl).impl).is_repeatable
 
 
 def impl_names(op: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Calls that are replayed: the same bits as calls that are not, or no replay at all."""
+"""Calls that are played from a tape: the same bits as other calls, or no tape at all."""
 
 import gc
 import weakref
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.kernels.listening import Launch, listener
 from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
@@ -16,7 +17,8 @@ from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
 from octavo.ops import register
-from octavo.ops.replay import Replay, record
+from octavo.ops.playback import tape_call
+from octavo.ops.register import Prepared
 from octavo.ops.select import PREPARED, forget_calls
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
@@ -220,7 +222,7 @@ CALLS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CALLS)
-def test_replays_give_the_same_bits_for_other_tensors(name, mode, monkeypatch):
+def test_playbacks_give_the_same_bits_for_other_tensors(name, mode, monkeypatch):
     """What is compared too: arguments, into which some ops write."""
     make = CALLS[name]
     with mode():
@@ -228,14 +230,13 @@ def test_replays_give_the_same_bits_for_other_tensors(name, mode, monkeypatch):
             given, op = make(seed)
             expected = [flat(op(**given)), flat(given)]
             forget_calls()
-            monkeypatch.setattr(register, "RECORD_AT", 1)
+            monkeypatch.setattr(register, "TAPE_AT", 1)
             first, _ = make(1 - seed)
             op(**first)
             op(**first)
-            kinds = [type(known) for known in PREPARED.values() if hasattr(known, "gpu")]
-            assert kinds.count(Replay) >= 1, name
+            assert any(known.playback for known in PREPARED.values() if type(known) is Prepared)
             ours, op = make(seed)
-            monkeypatch.setattr(register, "RECORD_AT", 0)  # nothing else is recorded
+            monkeypatch.setattr(register, "TAPE_AT", 0)  # nothing else is taped
             found = [flat(op(**ours)), flat(ours)]
             for mine, theirs in zip(found, expected, strict=True):
                 for x, y in zip(mine, theirs, strict=True):
@@ -245,10 +246,10 @@ def test_replays_give_the_same_bits_for_other_tensors(name, mode, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_replays_are_captured_in_graphs():
+def test_playbacks_are_captured_in_graphs():
     given, op = hopper_attention(0, 128)
     with torch.inference_mode():
-        for _ in range(register.RECORD_AT + 2):
+        for _ in range(register.TAPE_AT + 2):
             expected = op(**given)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -264,16 +265,16 @@ def test_replays_are_captured_in_graphs():
 
 
 @pytest.mark.gpu
-def test_tensors_of_another_alignment_are_not_replayed():
+def test_tensors_of_another_alignment_are_not_played():
     draw = Draw(0, "cuda")
     weight = ops.quantize(draw.normal(256, 512), PerChannel())
     memory = draw.normal(16 * 512 + 1, dtype=torch.bfloat16)
     aligned, other = memory[:-1].view(16, 512), memory[1:].view(16, 512)
     with torch.no_grad():
         expected = ops.scaled_mm(other.clone(), weight, activation=PerToken())
-        for _ in range(register.RECORD_AT + 2):
+        for _ in range(register.TAPE_AT + 2):
             ops.scaled_mm(aligned, weight, activation=PerToken())
-        assert any(type(known) is Replay for known in PREPARED.values())
+        assert any(known.playback for known in PREPARED.values())
         assert_same_bits(ops.scaled_mm(other, weight, activation=PerToken()), expected)
 
 
@@ -283,37 +284,36 @@ def test_one_tensor_in_two_places_and_then_two():
     with torch.no_grad():
         expected = flat(ops.quantize_qkv(q, k, v))
         forget_calls()
-        for _ in range(register.RECORD_AT + 2):
+        for _ in range(register.TAPE_AT + 2):
             ops.quantize_qkv(q, q, q)
         for x, y in zip(flat(ops.quantize_qkv(q, k, v)), expected, strict=True):
             assert_same_bits(x, y)
 
 
-def replayed(run, *tensors):
-    """What `run` gives for the tensors, and how it is replayed, if it is."""
+def taped(run, *tensors):
+    """What `run` gives for the tensors, and how it is played, if it is."""
     call = SimpleNamespace(**{f"x{i}": x for i, x in enumerate(tensors)})
     inputs = {f"call.{name}": x for name, x in vars(call).items()}
-    result, replay = record(lambda: run(*tensors), inputs, None)
-    return result, replay
+    return tape_call(lambda: run(*tensors), inputs, None)
 
 
-def test_operators_of_torch_are_replayed_with_other_tensors():
+def test_operators_of_torch_are_played_with_other_tensors():
     def run(x, y):
         made = torch.empty(3, 4)
         made.copy_(x)
         return made.t() @ y, torch.cat([x, y]).sum(0)[1:]
 
     x, y = torch.randn(2, 3, 4)
-    _, replay = replayed(run, x, y)
-    assert replay is not None and replay.calls_torch
+    _, playback = taped(run, x, y)
+    assert playback is not None and playback.calls_torch
     other = SimpleNamespace(x0=torch.randn(3, 4), x1=torch.randn(3, 4))
-    for mine, theirs in zip(replay.run(other), run(other.x0, other.x1), strict=True):
+    for mine, theirs in zip(playback.run(other), run(other.x0, other.x1), strict=True):
         assert_same_bits(mine, theirs)
         assert mine.stride() == theirs.stride()
 
 
 constant = torch.ones(3)
-UNRECORDABLE = {
+UNTAPED = {
     "data": lambda x: x * float(x.sum()),
     "sizes that depend on data": lambda x: x[x > 0],
     "random numbers": lambda x: x + torch.rand(3),
@@ -325,32 +325,32 @@ UNRECORDABLE = {
 }
 
 
-@pytest.mark.parametrize("name", UNRECORDABLE)
-def test_what_cannot_be_replayed_is_not(name):
-    result, replay = replayed(UNRECORDABLE[name], torch.tensor([1.0, -2.0, 3.0]))
-    assert isinstance(result, Tensor) and replay is None
+@pytest.mark.parametrize("name", UNTAPED)
+def test_what_cannot_be_taped_is_not(name):
+    result, playback = taped(UNTAPED[name], torch.tensor([1.0, -2.0, 3.0]))
+    assert isinstance(result, Tensor) and playback is None
 
 
 def test_one_tensor_in_two_places_is_a_condition():
     x, y = torch.ones(3), torch.zeros(3)
-    _, replay = replayed(lambda a, b: a + 2 * b, x, x)
-    assert replay is not None
-    assert replay.run(SimpleNamespace(x0=y, x1=y)).tolist() == [0.0] * 3
-    assert replay.run(SimpleNamespace(x0=x, x1=y)) is None
+    _, playback = taped(lambda a, b: a + 2 * b, x, x)
+    assert playback is not None
+    assert playback.run(SimpleNamespace(x0=y, x1=y)).tolist() == [0.0] * 3
+    assert playback.run(SimpleNamespace(x0=x, x1=y)) is None
 
 
 def test_alignment_is_a_condition():
     memory = torch.ones(9)
-    _, replay = replayed(lambda a: a + 1, memory[:8])
-    assert replay is not None
-    assert replay.run(SimpleNamespace(x0=memory[:8])) is not None
-    assert replay.run(SimpleNamespace(x0=memory[1:])) is None
-    _, replay = replayed(lambda a: a + 1, memory[1:])
-    assert replay is not None
-    assert replay.run(SimpleNamespace(x0=memory[:8])) is None
+    _, playback = taped(lambda a: a + 1, memory[:8])
+    assert playback is not None
+    assert playback.run(SimpleNamespace(x0=memory[:8])) is not None
+    assert playback.run(SimpleNamespace(x0=memory[1:])) is None
+    _, playback = taped(lambda a: a + 1, memory[1:])
+    assert playback is not None
+    assert playback.run(SimpleNamespace(x0=memory[:8])) is None
 
 
-def test_a_replay_keeps_no_tensor_alive():
+def test_a_playback_keeps_no_tensor_alive():
     def run(x):
         made = torch.empty(100)
         made.copy_(x)
@@ -358,13 +358,143 @@ def test_a_replay_keeps_no_tensor_alive():
 
     x = torch.ones(100)
     seen = weakref.ref(x)
-    _, replay = replayed(run, x)
+    _, playback = taped(run, x)
     del x
     gc.collect()
-    assert replay is not None and seen() is None
+    assert playback is not None and seen() is None
 
 
-def test_implementations_of_third_parties_are_recorded_only_if_they_say_so(monkeypatch):
+class Compiled:
+    """Stands for a compiled kernel: notes what it is launched with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.given = []
+
+    def run(self, *args):
+        self.given.append(args[9:])
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("octavo.kernels.launch.stream_getter", lambda: lambda gpu: 0)
+    return Compiled()
+
+
+def tell(kernel, *arguments):
+    """What a launcher does beside launching."""
+    listener()(Launch(kernel, (1, 1, 1), arguments))
+
+
+def test_a_launch_gets_the_addresses_of_other_tensors(kernel):
+    def run(x, y):
+        part = torch.empty(64)
+        out = torch.empty(8)
+        tell(kernel, x[2:], part, y, 3, out, None)
+        return out.view(2, 4)
+
+    x, y = torch.randn(2, 8)
+    _, playback = taped(run, x, y)
+    assert playback is not None and not playback.calls_torch and not kernel.given
+    other = SimpleNamespace(x0=torch.randn(8), x1=torch.randn(8))
+    found = playback.run(other)
+    [(first, part, second, number, out, nothing)] = kernel.given
+    assert first == other.x0.data_ptr() + 8 and second == other.x1.data_ptr()
+    assert (number, nothing) == (3, None) and part % 16 == 0
+    assert out == found.data_ptr() and found.shape == (2, 4)
+
+
+@pytest.mark.parametrize("hidden", [lambda x: (x,), lambda x: SimpleNamespace(base=x)])
+def test_memory_that_is_hidden_in_an_argument_is_not_taped(kernel, hidden):
+    def run(x):
+        out = torch.empty(8)
+        tell(kernel, hidden(x), out)
+        return out
+
+    assert taped(run, torch.ones(8))[1] is None
+
+
+def test_a_part_of_what_is_not_aligned_is_not_taped(kernel):
+    """The part is aligned here; in another tensor that is not aligned either, it may not be."""
+
+    def run(x):
+        out = torch.empty(8)
+        tell(kernel, x[2:], out)
+        return out
+
+    assert taped(run, torch.ones(11)[2:])[1] is None
+    assert taped(run, torch.ones(8))[1] is not None
+
+
+def test_launches_inside_an_operator_are_the_operators(kernel):
+    def run(x):
+        out = torch.empty_like(x)
+        tell(kernel, x, out)
+        return out
+
+    ops.register_impl("matvec", "launching", lambda x, weight, bias: run(x))
+    try:
+        arguments = torch.ones(4), torch.ones(4, 4), None, "launching"
+        with torch.no_grad():
+            _, playback = taped(lambda x: torch.ops.octavo.matvec(x, *arguments[1:]), arguments[0])
+    finally:
+        ops.unregister_impl("matvec", "launching")
+    assert playback is None  # its weight is not among the tensors of the call
+
+
+def test_a_call_goes_on_where_taping_stumbles():
+    result, playback = taped(lambda x: x.to_sparse().to_dense(), torch.ones(3))
+    assert result.tolist() == [1.0] * 3 and playback is None
+
+
+def test_other_calls_than_the_taped_one_run_as_before():
+    """Here by their alignment: the signature is the same."""
+    memory, weight, seen = torch.arange(5.0), torch.ones(3, 4), []
+
+    def run(x, weight, bias):
+        seen.append(x)
+        return weight @ x
+
+    ops.register_impl("matvec", "mine", run, is_repeatable=True)
+    try:
+        with torch.no_grad():
+            for _ in range(register.TAPE_AT + 2):
+                assert ops.matvec(memory[:4], weight, impl="mine").tolist() == [6.0] * 3
+            assert len(seen) == register.TAPE_AT
+            assert ops.matvec(memory[1:], weight, impl="mine").tolist() == [10.0] * 3
+            assert len(seen) == register.TAPE_AT + 1
+    finally:
+        ops.unregister_impl("matvec", "mine")
+
+
+def test_a_tape_of_an_implementation_that_is_gone_is_not_kept():
+    x, weight, numbers = torch.ones(4), torch.ones(3, 4), [1.0, 2.0]
+
+    def register_mine():
+        number = numbers.pop(0)
+
+        def run(x, weight, bias):
+            calls.append(number)
+            if len(calls) == register.TAPE_AT:  # by another thread, say
+                ops.unregister_impl("matvec", "mine")
+                register_mine()
+            return weight @ x * number
+
+        ops.register_impl("matvec", "mine", run, is_repeatable=True)
+
+    calls = []
+    register_mine()
+    try:
+        with torch.no_grad():
+            found = [ops.matvec(x, weight, impl="mine")[0] for _ in range(register.TAPE_AT + 3)]
+    finally:
+        ops.unregister_impl("matvec", "mine")
+    assert found == [4.0] * register.TAPE_AT + [8.0] * 3
+
+
+def test_implementations_of_third_parties_are_taped_only_if_they_say_so(monkeypatch):
     seen = []
 
     def run(x, weight, bias):
@@ -372,14 +502,14 @@ def test_implementations_of_third_parties_are_recorded_only_if_they_say_so(monke
         return weight @ x
 
     x, weight = torch.ones(4), torch.ones(3, 4)
-    for is_replayable in (False, True):
+    for is_repeatable in (False, True):
         seen.clear()
-        ops.register_impl("matvec", "mine", run, is_replayable=is_replayable)
+        ops.register_impl("matvec", "mine", run, is_repeatable=is_repeatable)
         try:
             with torch.no_grad():
-                for number in range(register.RECORD_AT + 5):
+                for number in range(register.TAPE_AT + 5):
                     out = ops.matvec(x * number, weight, impl="mine")
                     assert out.tolist() == [4.0 * number] * 3
         finally:
             ops.unregister_impl("matvec", "mine")
-        assert len(seen) == register.RECORD_AT + (0 if is_replayable else 5)
+        assert len(seen) == register.TAPE_AT + (0 if is_repeatable else 5)

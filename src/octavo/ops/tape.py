@@ -1,9 +1,10 @@
-"""Recordings: what one call of an op makes, launches and leaves to torch, step by step.
+"""Tapes: what one call of an op makes, launches and leaves to torch, step by step.
 
 Every tensor is traced back to an argument of the call, or to a tensor that the call makes.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.internals import internals, require
-from octavo.kernels.listening import Launch
+from octavo.kernels.listening import Launch, listening
 
 with internals("torch"):
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +27,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-# What no recording can hold: other numbers, or other sizes, each time.
+# What no tape can hold: other numbers, or other sizes, each time.
 _CHANGING = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -34,8 +35,12 @@ _CHANGING = {
 }
 
 
-class UnrecordableError(Exception):
-    """Why a call cannot be replayed."""
+def _ignore(launched: Launch | None) -> None:
+    """A launch that nobody needs to hear of."""
+
+
+class TapeError(Exception):
+    """Why there is no tape of a call."""
 
 
 @dataclass(eq=False)
@@ -43,7 +48,7 @@ class Root:
     """A tensor of which others are views: an argument, or one that is made during the call.
 
     place: Python that finds an argument in `call`. is_tensor: whether a step, or the caller, needs
-    more of it than its address. name: in the function that replays the call.
+    more of it than its address. name: in the function that plays the tape.
     """
 
     tensor: Tensor
@@ -95,12 +100,12 @@ class TorchCall:
 Step = Launch | TorchCall
 
 
-class Recording(TorchDispatchMode):
-    """The steps of what runs inside, once `launch` hears of its launches.
+class Tape(TorchDispatchMode):
+    """The steps of what runs inside, while `launch` hears of its launches.
 
     inputs: the tensors among the arguments, by the Python that finds them in `call`. same: pairs of
-    places that held one tensor. made: tensors that were allocated. problem: why there is nothing to
-    replay.
+    places that held one tensor. made: tensors that were allocated. problem: why the tape cannot be
+    played.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
@@ -123,7 +128,7 @@ class Recording(TorchDispatchMode):
     def find(self, tensor: Tensor) -> Operand:
         """Where a tensor comes from."""
         if id(tensor) not in self._operands:
-            raise UnrecordableError("a tensor of unknown origin")
+            raise TapeError("a tensor of unknown origin")
         return self._operands[id(tensor)]
 
     def used(self) -> Iterator[Operand]:
@@ -141,21 +146,26 @@ class Recording(TorchDispatchMode):
         if launched is None:
             self.problem = "a launch of nothing that was compiled"
         elif self.problem is None:
-            try:
+            with self._noting("launch"):
                 arguments = tuple(map(self._argument, launched.arguments))
                 self.steps.append(Launch(launched.compiled, launched.grid, arguments))
-            except UnrecordableError as error:
-                self.problem = str(error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        with listening(_ignore):  # what it launches is a part of this step
+            result = func(*args, **kwargs)
         if self.problem is None:
-            try:
+            with self._noting(str(func)):
                 self._note(func, args, kwargs, result)
-            except UnrecordableError as error:
-                self.problem = f"{func}: {error}"
         return result
+
+    @contextmanager
+    def _noting(self, step: str) -> Iterator[None]:
+        """Taping only watches: whatever it stumbles over, the call goes on without a tape."""
+        try:
+            yield
+        except Exception as error:
+            self.problem = f"{step}: {error}"
 
     def _know(self, root: Root, tensor: Tensor) -> None:
         self._operands[id(tensor)] = Operand(root, tensor)
@@ -165,6 +175,8 @@ class Recording(TorchDispatchMode):
             return self.find(x)
         if hasattr(x, "block_shape") and isinstance(getattr(x, "base", None), Tensor):
             return Described(x, self.find(x.base))
+        if any(hasattr(part, "data_ptr") or hasattr(part, "base") for part in tree_leaves(x)):
+            raise TapeError(f"memory that is no tensor, in a {type(x).__name__}")
         return x
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -174,9 +186,9 @@ class Recording(TorchDispatchMode):
             return
         results = (result,) if isinstance(result, Tensor) else result
         if not isinstance(results, tuple | list) or not all(isinstance(x, Tensor) for x in results):
-            raise UnrecordableError("expected tensors as results")
+            raise TapeError("expected tensors as results")
         if _CHANGING.intersection(func.tags):
-            raise UnrecordableError("what it gives depends on data")
+            raise TapeError("what it gives depends on data")
         sources = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         roots = {x.untyped_storage()._cdata: self.find(x).root for x in sources}
         is_view = all(x.untyped_storage()._cdata in roots for x in results)
@@ -188,11 +200,11 @@ class Recording(TorchDispatchMode):
         made = [Root(x, is_tensor=True) for x in results if id(x) not in self._operands]
         for root in made:
             if root.tensor.device != self._device:
-                raise UnrecordableError("a result on another device")
+                raise TapeError("a result on another device")
             self._know(root, root.tensor)
         is_plain = all(str(one.type) == "Tensor" for one in func._schema.returns)
         if made and not (is_plain and len(made) == len(results)):
-            raise UnrecordableError("expected results that are new, each a tensor")
+            raise TapeError("expected results that are new, each a tensor")
         self.steps.append(TorchCall(func, args, kwargs, tuple(made)))
 
     def _tensor(self, x: Any) -> Any:
@@ -201,6 +213,6 @@ class Recording(TorchDispatchMode):
             return x
         found = self.find(x)
         if found.tensor.dtype != found.root.tensor.dtype:
-            raise UnrecordableError("a view with another dtype")
+            raise TapeError("a view with another dtype")
         found.root.is_tensor = True
         return found

@@ -1,9 +1,9 @@
 """Calls that repeat: what one of them did on its device is done again, without the op's Python.
 
 All that an op works out follows from the signature of a call: sizes, launch settings, compiled
-kernels, buffers. `record` runs one call and notes its steps (octavo.ops.recording); a `Replay` is
+kernels, buffers. `tape_call` runs one call and notes its steps (octavo.ops.tape); a `Playback` is
 these steps as one straight Python function of the call's tensors. Where an operand's origin is
-unknown, or a result depends on data, there is no replay, and calls go on as before.
+unknown, or a result depends on data, there is no playback, and calls go on as before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,7 @@ from torch import Tensor
 
 from octavo.internals import internals, require
 from octavo.kernels.listening import Launch, listening
-from octavo.ops.recording import (
-    Described,
-    Operand,
-    Recording,
-    TorchCall,
-    UnrecordableError,
-)
+from octavo.ops.tape import Described, Operand, Tape, TapeError, TorchCall
 
 with internals("torch"):
     from torch import _scaled_mm
@@ -36,38 +30,37 @@ POINTER_ALIGNMENT = 16
 _BINDINGS = {torch.ops.aten._scaled_mm.default: _scaled_mm}
 
 
-class Replay:
-    """The steps of a call, for others with its signature.
+class Playback:
+    """The steps of a taped call, for others with its signature.
 
     run: a function of the call; None in place of a result means that this call is another, by the
     alignment of its tensors, say. calls_torch: whether torch computes a part of it.
     """
 
-    __slots__ = ("calls_torch", "gpu", "run")
+    __slots__ = ("calls_torch", "run")
 
-    def __init__(self, run: Callable[[Any], Any], gpu: int | None, calls_torch: bool) -> None:
-        self.run, self.gpu, self.calls_torch = run, gpu, calls_torch
+    def __init__(self, run: Callable[[Any], Any], calls_torch: bool) -> None:
+        self.run, self.calls_torch = run, calls_torch
 
 
-def record(
+def tape_call(
     run: Callable[[], Any], inputs: Mapping[str, Tensor], gpu: int | None
-) -> tuple[Any, Replay | None]:
+) -> tuple[Any, Playback | None]:
     """The result of `run`, and how to do the same to other tensors; None if that is not known.
 
     run: gives a tensor or a tuple of tensors, none of which is an argument. inputs: its tensors, by
     Python that finds them in `call`.
     """
-    recording = Recording(inputs)
-    with listening(recording.launch), recording:
+    tape = Tape(inputs)
+    with listening(tape.launch), tape:
         result = run()
-    if recording.problem is not None:
+    if tape.problem is not None:
         return result, None
     try:
-        function = _Writer(recording, result, gpu or 0).write()
-    except UnrecordableError:
+        function = _Writer(tape, result, gpu or 0).write()
+    except Exception:  # whatever it stumbles over: the call is done, and others go on as before
         return result, None
-    calls_torch = any(isinstance(step, TorchCall) for step in recording.steps)
-    return result, Replay(function, gpu, calls_torch)
+    return result, Playback(function, any(isinstance(step, TorchCall) for step in tape.steps))
 
 
 class _Memory:
@@ -94,9 +87,9 @@ def _descriptors_like(descriptor: Any) -> type:
 
 @dataclass
 class _Writer:
-    """Writes a recording as a Python function of `call`."""
+    """Writes a tape as a Python function of `call`."""
 
-    recording: Recording
+    tape: Tape
     result: Any
     gpu: int
     lines: list[str] = field(default_factory=list)
@@ -105,19 +98,19 @@ class _Writer:
     def write(self) -> Callable[[Any], Any]:
         """The function."""
         is_tuple = isinstance(self.result, tuple)
-        results = [self.recording.find(x) for x in (self.result if is_tuple else (self.result,))]
+        results = [self.tape.find(x) for x in (self.result if is_tuple else (self.result,))]
         for one in results:
             if one.root.place is not None or one.tensor.dtype != one.root.tensor.dtype:
-                raise UnrecordableError("a result that is an argument, or has another dtype")
+                raise TapeError("a result that is an argument, or has another dtype")
         self._open_inputs()
         self._open_buffers(results)
         self._write_steps()
         given = ", ".join(map(self._tensor, results))
         self.lines.append(f"return ({given},)" if is_tuple else f"return {given}")
         body = "\n    ".join(self.lines)
-        exec(compile(f"def replay(call):\n    {body}\n", "<octavo replay>", "exec"), self.scope)
-        replay: Callable[[Any], Any] = self.scope["replay"]
-        return replay
+        exec(compile(f"def play(call):\n    {body}\n", "<octavo playback>", "exec"), self.scope)
+        play: Callable[[Any], Any] = self.scope["play"]
+        return play
 
     def _constant(self, value: Any) -> str:
         """Python for a value: itself, or a name that the function knows."""
@@ -129,9 +122,11 @@ class _Writer:
 
     def _open_inputs(self) -> None:
         """Find the arguments; leave if two are no longer one, or addresses of another kind."""
-        for place, other in self.recording.same:
+        for place, other in self.tape.same:
             self.lines.append(f"if {place} is not {other}: return None")
-        roots = dict.fromkeys(one.root for one in self.recording.used() if one.root.place)
+        used = [one for one in self.tape.used() if one.root.place]
+        roots = dict.fromkeys(one.root for one in used)
+        shifted = {one.root for one in used if one.offset_bytes}
         aligned: list[str] = []
         others: list[str] = []
         for number, root in enumerate(roots):
@@ -139,6 +134,8 @@ class _Writer:
             self.lines.append(f"i{number} = {root.place}")
             self.lines.append(f"p_i{number} = i{number}.data_ptr()")
             is_aligned = root.tensor.data_ptr() % POINTER_ALIGNMENT == 0
+            if not is_aligned and root in shifted:
+                raise TapeError("a part of an argument that is not aligned")
             (aligned if is_aligned else others).append(f"p_i{number}")
         mask = POINTER_ALIGNMENT - 1
         conditions = [f"({' | '.join(aligned)}) & {mask}"] if aligned else []
@@ -149,12 +146,12 @@ class _Writer:
     def _open_buffers(self, results: Sequence[Operand]) -> None:
         """Make the results, and one buffer for everything that does not outlive the call."""
         # What only kernels see before is made in the shape that the caller sees.
-        whole, made = {one.root: one.tensor for one in results if one.is_whole}, self.recording.made
-        used = {one.root for one in self.recording.used()}
+        whole, made = {one.root: one.tensor for one in results if one.is_whole}, self.tape.made
+        used = {one.root for one in self.tape.used()}
         if any(one.root not in used and one.tensor.numel() for one in results if one.root in made):
-            raise UnrecordableError("a result that no step has written")
+            raise TapeError("a result that no step has written")
         size, device, parts = 0, None, {}
-        for number, root in enumerate(self.recording.made):
+        for number, root in enumerate(self.tape.made):
             root.name = f"m{number}"
             is_result = any(one.root is root for one in results)
             if root.is_tensor or is_result:
@@ -170,7 +167,7 @@ class _Writer:
         self.lines += [f"p_{name} = p_buffer + {start}" for name, start in parts.items()]
 
     def _make(self, name: str, like: Tensor, device: torch.device) -> None:
-        if tuple(like.shape) == (0,):  # stands for a result that nobody asked for
+        if tuple(like.shape) == (0,) and self.tape.steps:  # nobody asked for this result
             self.lines.append(f"{name} = {self._constant(like)}")
             return
         make = self._constant(torch.empty_strided)
@@ -178,12 +175,12 @@ class _Writer:
         self.lines.append(f"{name} = {make}({_sizes(like)}, {options})")
 
     def _write_steps(self) -> None:
-        if any(isinstance(step, Launch) for step in self.recording.steps):
+        if any(isinstance(step, Launch) for step in self.tape.steps):
             from octavo.kernels.launch import has_hooks, stream_getter
 
             self.lines.insert(0, f"if {self._constant(has_hooks)}(): return None")
             self.lines.append(f"stream = {self._constant(stream_getter())}({self.gpu})")
-        for number, step in enumerate(self.recording.steps):
+        for number, step in enumerate(self.tape.steps):
             if isinstance(step, Launch):
                 self._write_launch(step)
             else:
@@ -191,6 +188,7 @@ class _Writer:
 
     def _write_launch(self, launched: Launch) -> None:
         compiled = launched.compiled
+        self._constant(compiled)  # kept: it owns what the handles stand for
         handles = (compiled.run, compiled.function, compiled.packed_metadata)
         run, function, metadata = map(self._constant, handles)
         grid = ", ".join(map(str, launched.grid))
@@ -228,7 +226,7 @@ class _Writer:
         if not first and x.shape == whole.shape and x.stride() == whole.stride():
             return one.root.name
         if first and one.root.place is not None:
-            raise UnrecordableError("a part of an argument")
+            raise TapeError("a part of an argument")
         view = self._constant(torch.as_strided)
         offset = f", {x.storage_offset()}" if first else ""
         return f"{view}({one.root.name}, {_sizes(x)}{offset})"
