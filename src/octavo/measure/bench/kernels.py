@@ -31,6 +31,7 @@ from octavo.measure.records import Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerChannel, PerToken
+from octavo.ops.select import forget_calls
 
 SUITES: dict[str, Suite] = {
     "append_kv": linear.APPEND_KV,
@@ -111,6 +112,7 @@ def tune(search: Search, device: Device, folder: Path, command: str) -> list[Mea
     fastest, default = min(times, key=lambda name: times[name]), next(iter(search.configs))
     winner = fastest if times[default] > MARGIN * times[fastest] else default
     tuning.save(search.benchmark.op, search.problem, device, search.configs[winner], folder)
+    forget_calls()  # those that were taped have the settings of before
     found = []
     for record in records:
         case = {**record.case, "problem": search.problem, "is_winner": record.impl == winner}
