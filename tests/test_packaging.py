@@ -54,7 +54,8 @@ def test_there_is_one_wheel_and_one_sdist_that_the_index_would_take(dist, wheel)
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if name.startswith("octavo/")}
-    records = {f"octavo/results/{path.name}" for path in (ROOT / "results").iterdir()}
+    files = (path for path in (ROOT / "results").rglob("*") if path.is_file())
+    records = {f"octavo/{path.relative_to(ROOT).as_posix()}" for path in files}
     assert package == source_files() | records
     assert {PurePosixPath(name).parts[0] for name in names - package} == {
         f"octavo-{__version__}.dist-info"
