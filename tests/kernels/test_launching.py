@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("launching.py")
 # elsewhere two large products are torch's own.
 NUM_LAUNCHING = {80: 8, 89: 25, 90: 25, 100: 25}
 # Function calls of a playback, Python's and C's: at most so many, for each launch, and for each of
-# TMA's descriptors, which Triton makes anew; Triton 3.9 takes a few more than 3.6. Times would vary.
+# TMA's descriptors, which Triton makes anew; 3.9 takes a few more than 3.6. Times would vary.
 MAX_CALLS = (90, 30, 16)
 # And how many are played from a tape when they repeat: not the reference.
 NUM_PLAYED = {80: 8, 89: 25, 90: 27, 100: 25}
