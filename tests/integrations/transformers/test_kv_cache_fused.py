@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import pickle
-import sys
 from importlib import import_module
 
 import pytest
@@ -18,6 +17,7 @@ from octavo import Recipe, apply_, ops, restore_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import fused_decoder, kv_cache
 from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.counting import num_function_calls
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model brings no scales")
@@ -427,17 +427,6 @@ def test_a_static_step_compiles_in_one_graph(unfused):
     assert len(graphs) == 1
     code = graphs[0].code
     assert code.count("torch.ops.octavo.append_kv") == 2
-
-
-def num_function_calls(function):
-    """How many functions are called, Python's and C's."""
-    found = []
-    sys.setprofile(lambda frame, event, arg: found.append(event))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return sum(event in ("call", "c_call") for event in found)
 
 
 # Of one layer's attention in a decode step beside its projections and ops, which are others' work;
