@@ -88,7 +88,7 @@ class JointLinear:
     def take(self, index: int, input: Tensor) -> Tensor | None:
         """The part of one layer; None if the product at hand is of another input."""
         if index == 0:
-            # Past __call__ and `split`, which take 3 us of the host's time (a Xeon, torch 2.13).
+            # Past Module.__call__ and Tensor.split, which cost the host more than this does.
             out = self.whole.forward(input)
             parts = dict(enumerate(out.split_with_sizes(self.sizes, -1)))
             first = parts.pop(0)
