@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accumulator": kernels.accumulator,
     "advice": advice.advice,
     "attention": kernels.attention,
+    "attention_grid": kernels.attention_grid,
     "chartqa": vision.chartqa,
     "decode": kernels.decode,
     "encoder": vision.encoder,

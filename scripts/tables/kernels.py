@@ -4,7 +4,8 @@ from pathlib import Path
 
 from octavo.measure import store
 from octavo.measure.records import Measurement
-from octavo.measure.report.tables import Table, to_markdown
+from octavo.measure.report.attention_grid import grid_tables
+from octavo.measure.report.tables import Table, newest, to_markdown
 from tables.common import fastest
 
 
@@ -57,6 +58,18 @@ def attention(results: Path) -> str:
     return (
         "Milliseconds and TFLOP/s at the real head_dim, operands quantized beforehand, peers "
         f"timed in turn on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def attention_grid(results: Path) -> str:
+    """FP8 attention at many shapes, over the fastest of the others."""
+    found = newest(store.read(results / "attention_grid_h200.jsonl"))
+    tables = [f"\n{table.caption}:\n\n{to_markdown(table)}\n" for table in grid_tables(found)]
+    return (
+        "32,768 tokens as sequences of one length, the tokens of each above the columns; operands "
+        "quantized beforehand, all participants timed in turn on an "
+        f"{found[0].machine.gpu}. octavo is what `ops.attention` chooses by itself. More than 1: "
+        f"octavo is faster; –: nobody else takes the shape.\n{''.join(tables)}"
     )
 
 

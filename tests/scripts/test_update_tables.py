@@ -74,3 +74,29 @@ def test_a_changed_figure_is_noticed(script, file, figure, tmp_path, monkeypatch
     assert "do: python scripts/update_tables.py" in capsys.readouterr().out
     assert script.main([]) == 0
     assert copy.read_text() == original.read_text()
+
+
+def test_the_grid_of_attention_is_one_table_for_each_kind_of_heads(script, tmp_path):
+    machine = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
+    times = {("gluon", "FP8"): 2.0, ("fa3-fwd", "FP8"): 1.5, ("fa3-fwd", "BF16"): 2.6}
+    records = []
+    for num_kv_heads in (16, 2):
+        case = {"shape": "64x512", "causal": False, "length": 512, "head_dim": 64}
+        case |= {"num_heads": 16, "num_kv_heads": num_kv_heads}
+        for (impl, operands), ms in times.items():
+            own = {"operands": operands, "is_selected": impl == "gluon"}
+            records.append(
+                Measurement(
+                    op="attention_grid",
+                    impl=impl,
+                    case=case | own,
+                    values={"median_ms": ms},
+                    machine=machine,
+                    command="x",
+                )
+            )
+    store.append(tmp_path / "attention_grid_h200.jsonl", records)
+    text = script.TABLES["attention_grid"](tmp_path)
+    assert "on an NVIDIA H200." in text
+    assert text.count("| 64 | 1.30 / 0.75 |") == 2
+    assert "\nheads 16/2: octavo's FP8 over" in text

@@ -3,7 +3,7 @@
 Here are kernels, and whole models: encoder, diffusion and generate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from octavo.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
-    from octavo.measure.records import Measurement
+    from octavo.measure.records import Measurement, Scalar
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 Layers = Annotated[
@@ -68,21 +68,31 @@ def kernels(
     context: typer.Context,
     op: tuple[str, ...] = (),
     peers: Annotated[Path | None, Folder] = None,
+    shape: tuple[str, ...] = (),
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1)] = 1,
     tune: Annotated[bool, typer.Option("--tune")] = False,
     load_s: Annotated[float | None, typer.Option("--load", min=0.1, metavar="SECONDS")] = None,
+    sample_s: Annotated[float, typer.Option("--sample-time", min=0.001, metavar="SECONDS")] = 0.5,
+    resume: Annotated[bool, typer.Option("--resume")] = False,
     results: ResultOptions,
 ) -> None:
     """Time each op with each implementation and each peer that is installed.
 
-    Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
-    replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
-    that over the fastest BF16 participant of the same run; the ceiling is the larger share of this
-    machine's own memory bandwidth or matrix products, measured at the start. Who could not take
-    part is listed, with the reason.
+    Every result is compared with float64 first; a wrong one ends the run, a wrong peer is left out.
+    On a GPU the calls are replayed in CUDA graphs over inputs that rotate through more than the L2
+    cache. The speed-up is that over the fastest BF16 participant of the same run; the ceiling is
+    the larger share of this machine's own memory bandwidth or matrix products, measured at the
+    start. Who could not take part is listed, with the reason.
+
+    attention_grid is attention over 32,768 tokens: sequences of six lengths, seven head_dims, full
+    and causal, 16/16 and 16/2 heads. On one GPU it takes about ten minutes; the same command goes
+    on where it was stopped:
+
+    octavo bench kernels --op attention_grid --jobs 12 --resume -o grid.jsonl
 
     Attributes:
-        op: Only this op; may be given more than once.
+        op: Only this op; may be given more than once. Left out, all but attention_grid.
+        shape: Only shapes with these words, such as "head_dim 128"; may be given more than once.
         peers: Folder with other libraries' kernels (FlashAttention-3's *.abi3.so, the cudnn
             package); those that are installed are found without it.
         jobs: Processes that compile kernels before they are timed.
@@ -90,30 +100,47 @@ def kernels(
             candidate: allow minutes.
         load_s: Time each participant after it alone has loaded the GPU for so long, at the clock
             that the power limit leaves it; all in turn, at a clock they share, unless given.
+        sample_s: Time each participant for about so long at most; 3 samples are taken in any case,
+            and never more than 15.
+        resume: Leave out what --output has records of already, from this GPU and these versions.
     """
     from octavo.kernels.device import default_device
     from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
-    from octavo.measure.bench.kernels import SUITES, benchmarks
+    from octavo.measure.bench.kernels import benchmarks, records_of
+    from octavo.measure.bench.timing import machine_of
+    from octavo.measure.run import Records
 
+    device = default_device().torch_device
+    stored = Records.of_file(results.output, is_resumed=resume).known.values()
+    chosen = benchmarks(device, list(op), peers, shape)
     if tune:
         _tune(op, jobs, results.output)
-    _precompile(op or SUITES, jobs, peers)
-    device = default_device().torch_device
-    command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
+    machine = machine_of(device)
+    known = [records_of(one, stored, machine, load_s) for one in chosen]
+    todo = [one for one, own in zip(chosen, known, strict=True) if not own]
+    if resume:
+        err.print(f"{len(todo)} of {len(chosen)} shapes are left", soft_wrap=True)
+    _precompile(dict.fromkeys(one.op for one in todo), jobs, peers, [one.case for one in todo])
+    command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune", "resume"))
     ceilings = measure_ceilings(device)
-    chosen = benchmarks(device, list(op), peers)
-    parts = (run_benchmark(one, device, command, ceilings, load_s) for one in chosen)
-    _run(results, parts, len(chosen), ("op", KERNELS, "{op}"))
+    parts = (run_benchmark(one, device, command, ceilings, load_s, sample_s) for one in todo)
+    before = [record for own in known for record in own]
+    _run(results, parts, len(todo), ("op", KERNELS, "{op}"), before=before)
 
 
 def _precompile(
-    ops: Iterable[str], jobs: int, peers: Path | None = None, *, is_search: bool = False
+    ops: Iterable[str],
+    jobs: int,
+    peers: Path | None = None,
+    cases: "Sequence[Mapping[str, Scalar]] | None" = None,
+    *,
+    is_search: bool = False,
 ) -> None:
     """Compile what some ops call, in so many processes; what one would, is compiled as it runs."""
     from octavo.measure.bench.kernels import precompile, tasks
 
     if jobs > 1:
-        found = [task for op in ops for task in tasks(op, peers, is_search=is_search)]
+        found = [t for op in ops for t in tasks(op, peers, is_search=is_search, cases=cases)]
         for _ in track(precompile(found, jobs), "compiling", total=len(found), console=err):
             pass
 
@@ -145,12 +172,14 @@ def _run(
     num_parts: int,
     by_case: tuple[str, Sequence[str], str],
     title: str | None = None,
+    before: "Sequence[Measurement]" = (),
 ) -> "list[Objection]":
     """Measure all parts, keep and show their records; who could not take part.
 
-    by_case: the field with a table for each of its values, their columns and caption.
+    by_case: the field with a table for each of its values, their columns and caption. before:
+    records of an earlier run, to show with the others.
     """
-    collected = Collected(asked.output)
+    collected = Collected(asked.output, before)
     for part in track(parts, "measuring", total=num_parts, console=err):
         collected.keep(*part)
     if asked.as_json:

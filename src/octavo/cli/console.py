@@ -169,12 +169,15 @@ def write_plots(
 
 
 class Collected:
-    """Records as they come: each is appended to the file of --output at once, if there is one."""
+    """Records as they come: each is appended to the file of --output at once, if there is one.
 
-    def __init__(self, output: Path | None) -> None:
+    before: records that are in the file already.
+    """
+
+    def __init__(self, output: Path | None, before: "Iterable[Measurement]" = ()) -> None:
         check_file(output)
         self.output = output
-        self.records: list[Measurement] = []
+        self.records: list[Measurement] = [*before]
         self.objections: list[Objection] = []
 
     def keep(
@@ -193,10 +196,14 @@ class Collected:
 
         columns: CASES stands for all that cases have. caption: with the first record's fields.
         """
+        from octavo.measure.report.attention_grid import ATTENTION_GRID, grid_tables
         from octavo.measure.report.tables import Table, from_records
 
         for value in dict.fromkeys(record.get(key) for record in self.records):
             found = [record for record in self.records if record.get(key) == value]
+            if value == ATTENTION_GRID:
+                print_parts(grid_tables(found))
+                continue
             cases = dict.fromkeys(name for record in found for name in record.case)
             names = [one for name in columns for one in (cases if name == CASES else (name,))]
             text = caption.format(**{**vars(found[0]), **found[0].case})

@@ -45,3 +45,11 @@ def test_under_load_the_clock_and_the_power_are_read():
     assert len(samples) == 15 and all(0.01 < ms < 100 for ms in samples)
     assert 300 < seen["sm_mhz"] < 4000
     assert 30 < seen["watts"] < 2000
+
+
+def test_slow_calls_have_fewer_samples():
+    calls = [lambda: time.sleep(0.002), lambda: None]
+    few = sample_in_turn_ms(calls, CPU, warmup_ms=0, num_samples=50, limit_ms=12)
+    assert [len(samples) for samples in few] == [len(few[0])] * 2
+    assert 3 <= len(few[0]) <= 6
+    assert [len(s) for s in sample_in_turn_ms(calls, CPU, warmup_ms=0, limit_ms=0)] == [3, 3]

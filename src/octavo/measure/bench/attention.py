@@ -1,6 +1,6 @@
 """Benchmarks of attention beside the peers: dense, packed, in a vision encoder, and decoding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.kernels.attention.config import work
+from octavo.kernels.device import default_device
 from octavo.measure.bench import peers
 from octavo.measure.bench.benchmark import (
     Benchmark,
@@ -29,9 +30,11 @@ from octavo.measure.bench.linear import scaling_options
 from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead
 from octavo.numerics.qkv import QuantizedQkv
 from octavo.numerics.quantize import Quantized
+from octavo.ops.select import Request, features_of, select
 from octavo.reference.attention import varlen_attention
 from octavo.reference.paged import paged_attention
 from octavo.testing.inputs import make_packing
@@ -39,6 +42,7 @@ from octavo.testing.inputs import make_packing
 # Queries at the end of a sequence, which see all of its keys: what is checked.
 CHECKED = 64
 MAX_ERROR = {"FP8": 0.07, "BF16": 0.01}
+DENSE = ("attention", "attention_grid")
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
 
     That layer's attention goes from BF16 to BF16, quantization included.
     """
-    is_dense, is_encoder = op == "attention", op == "encoder_attention"
+    is_dense, is_encoder = op in DENSE, op == "encoder_attention"
     tokens = (len(size.lengths), size.lengths[0]) if is_dense else (size.num_tokens,)
 
     def draw(generator: torch.Generator) -> Inputs:
@@ -116,13 +120,18 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
         packing = None if is_dense else make_packing(size.lengths, size.lengths, device=device)
         return Inputs((q, k, v), packing, size.is_causal)
 
-    def entry(name: str, operands: str, prepare: Prepare, **notes: Scalar) -> Participant:
+    def entry(
+        name: str, operands: str, prepare: Prepare, is_peer: bool = False, **notes: Scalar
+    ) -> Participant:
         num_bytes = size.num_bytes("BF16" if is_encoder else operands)
-        return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
+        return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes, is_peer)
 
     case: dict[str, Scalar] = {"shape": size.shown(op)}
     if not is_encoder:
         case["causal"] = size.is_causal
+    if op == "attention_grid":
+        case |= {name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        case["length"] = size.lengths[0]
     work_of = partial(work, num_heads=size.num_heads, head_dim=size.head_dim)
     return Benchmark(
         op=op,
@@ -152,19 +161,37 @@ def _participants(
     else:
         for operands in MAX_ERROR:
             for name in timed_impls("attention", device):
-                yield entry(name, operands, partial(_ours, name, operands))
+                notes = {}
+                if op == "attention_grid" and operands == "FP8":
+                    notes["is_selected"] = name == _selected(size)
+                yield entry(name, operands, partial(_ours, name, operands), **notes)
     if not is_cuda:
         return
+    peer = partial(entry, is_peer=True)
     if not is_encoder:
-        yield entry("vllm-fa3", "FP8", partial(peers.vllm_fa3, folder, True))
-        yield entry("fa3-fwd", "FP8", partial(peers.fa3_fwd, folder, True), levels=1)
-        yield entry("cudnn", "FP8", partial(peers.cudnn_fp8, folder), output="FP8")
-    yield entry("vllm-fa3", "BF16", partial(peers.vllm_fa3, folder, False))
-    yield entry("fa3-fwd", "BF16", partial(peers.fa3_fwd, folder, False))
+        yield peer("vllm-fa3", "FP8", partial(peers.vllm_fa3, folder, True))
+        yield peer("fa3-fwd", "FP8", partial(peers.fa3_fwd, folder, True), levels=1)
+        yield peer("cudnn", "FP8", partial(peers.cudnn_fp8, folder), output="FP8")
+    yield peer("vllm-fa3", "BF16", partial(peers.vllm_fa3, folder, False))
+    yield peer("fa3-fwd", "BF16", partial(peers.fa3_fwd, folder, False))
     if op != "packed_attention":
-        yield entry("torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size))
-    if op == "attention":
-        yield entry("torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size))
+        yield peer("torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size))
+    if op in DENSE:
+        yield peer("torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size))
+
+
+def _selected(size: Size) -> str:
+    """Our implementation of dense FP8 attention that is chosen unasked on this machine."""
+    request = Request(
+        op="attention",
+        device=default_device(),
+        dtype=E4M3.dtype,
+        other_dtype=E4M3.dtype,
+        head_dim=size.head_dim,
+        group=size.num_heads // size.num_kv_heads,
+        features=features_of(AttentionSpec(causal=size.is_causal), transposed=True),
+    )
+    return select(request).impl
 
 
 def _sdpa(backend: SDPBackend, size: Size, inputs: Inputs) -> Call:
@@ -197,6 +224,34 @@ ATTENTION = Suite(
         Size((16384,), 16, 8, 256, is_causal=True),
     ),
     make=partial(_attention, "attention"),
+)
+
+
+def _grid(
+    num_tokens: int,
+    lengths: Sequence[int],
+    head_dims: Sequence[int],
+    heads: Sequence[tuple[int, int]],
+) -> tuple[Size, ...]:
+    """So many tokens as sequences of each length, with each kind of heads, full and causal."""
+    return tuple(
+        Size((length,) * (num_tokens // length), *of_layer, head_dim, is_causal)
+        for head_dim in head_dims
+        for of_layer in heads
+        for is_causal in (False, True)
+        for length in lengths
+    )
+
+
+ATTENTION_GRID = Suite(
+    small=_grid(128, (64, 128), (64, 72), ((4, 4), (4, 2))),
+    large=_grid(
+        32768,
+        (512, 1024, 2048, 4096, 8192, 32768),
+        (64, 72, 80, 96, 128, 192, 256),
+        ((16, 16), (16, 2)),
+    ),
+    make=partial(_attention, "attention_grid"),
 )
 PACKED_ATTENTION = Suite(
     small=(Size((100, 60, 3), 4, 2, 64),),

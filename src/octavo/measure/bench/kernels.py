@@ -5,7 +5,8 @@ each in many processes, so that Triton's cache on disk has what the timing proce
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -25,9 +26,9 @@ from octavo.kernels.quantize import config as quantize_config
 from octavo.kernels.scaled_mm import config as scaled_mm_config
 from octavo.measure.bench import attention, linear
 from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
-from octavo.measure.bench.expect import expect_one_of
+from octavo.measure.bench.expect import expect, expect_one_of
 from octavo.measure.bench.peers import Inputs
-from octavo.measure.records import Measurement
+from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerChannel, PerToken
@@ -36,6 +37,7 @@ from octavo.ops.select import forget_calls
 SUITES: dict[str, Suite] = {
     "append_kv": linear.APPEND_KV,
     "attention": attention.ATTENTION,
+    "attention_grid": attention.ATTENTION_GRID,
     "decode_attention": attention.DECODE_ATTENTION,
     "encoder_attention": attention.ENCODER_ATTENTION,
     "linear_gelu": linear.LINEAR_GELU,
@@ -46,18 +48,53 @@ SUITES: dict[str, Suite] = {
     "scaled_mm": linear.SCALED_MM,
 }
 
+# All but what takes minutes of a GPU, which runs where it is asked for.
+USUAL = [name for name in SUITES if name != "attention_grid"]
+
 
 def benchmarks(
-    device: torch.device, names: list[str] | None = None, peers: Path | None = None
+    device: torch.device,
+    names: list[str] | None = None,
+    peers: Path | None = None,
+    shapes: Sequence[str] = (),
 ) -> list[Benchmark]:
-    """The benchmarks of some ops, or of all; `peers` is a folder with other libraries' kernels."""
+    """The benchmarks of some ops, or of all but the grid.
+
+    peers: a folder with other libraries' kernels. shapes: only those with one of these words.
+    """
     expect_one_of("an op, one", SUITES, *(names or ()))
-    suites = [SUITES[name] for name in names or SUITES]
+    suites = [SUITES[name] for name in names or USUAL]
     is_large = device.type == "cuda"
-    return [
+    found = [
         suite.make(size, device, peers)
         for suite in suites
         for size in (suite.large if is_large else suite.small)
+    ]
+    words = re.compile("|".join(rf"(?<!\w){re.escape(text)}(?!\w)" for text in shapes))
+    known = [str(one.case["shape"]) for one in found]
+    chosen = [one for one, shape in zip(found, known, strict=True) if words.search(shape)]
+    expect(bool(chosen), f"words of a shape, such as {known[0]!r}", ", ".join(shapes))
+    return chosen
+
+
+def records_of(
+    benchmark: Benchmark,
+    records: Collection[Measurement],
+    machine: Machine,
+    load_s: float | None = None,
+) -> list[Measurement]:
+    """A benchmark's records among these, from the same GPU and versions."""
+
+    def place(machine: Machine) -> object:
+        return machine.gpu or machine.cpu, machine.versions
+
+    return [
+        record
+        for record in records
+        if (record.op, record.case.get("load_s")) == (benchmark.op, load_s)
+        and "problem" not in record.case  # of a search
+        and benchmark.case.items() <= record.case.items()
+        and place(record.machine) == place(machine)
     ]
 
 
@@ -211,12 +248,23 @@ class Task:
     is_search: bool = False
 
 
-def tasks(op: str, peers: Path | None = None, *, is_search: bool = False) -> list[Task]:
-    """One task for each participant of each benchmark of an op, or of each search."""
+def tasks(
+    op: str,
+    peers: Path | None = None,
+    *,
+    is_search: bool = False,
+    cases: Collection[Mapping[str, Scalar]] | None = None,
+) -> list[Task]:
+    """One task for each participant but peers of each benchmark of an op, or of each search.
+
+    cases: only those of these benchmarks.
+    """
     return [
         Task(op, index, entry, peers, is_search)
         for index, benchmark in enumerate(_benchmarks(op, peers, is_search))
-        for entry in range(len(benchmark.participants))
+        if cases is None or benchmark.case in cases
+        for entry, one in enumerate(benchmark.participants)
+        if not one.is_peer
     ]
 
 

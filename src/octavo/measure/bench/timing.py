@@ -1,5 +1,6 @@
 """How long a call takes: warm-up, then repeated samples on the device's own clock."""
 
+import math
 import statistics
 import subprocess
 import time
@@ -13,6 +14,7 @@ from octavo.kernels.device import describe
 from octavo.measure.bench.expect import expect
 from octavo.measure.records import Machine, timing
 
+MIN_SAMPLES = 3  # of a call, however long it takes
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -47,17 +49,23 @@ def sample_in_turn_ms(
     *,
     warmup_ms: float = 60.0,
     num_samples: int = 15,
+    limit_ms: float = math.inf,
 ) -> list[list[float]]:
     """Milliseconds of single calls, each in turn, so that what drifts does so for all of them.
 
     On a GPU each is timed by events on its stream, so that launching is not counted. The warm-up
-    brings the clocks up.
+    brings the clocks up. limit_ms: no more samples once those of one call took so long together.
     """
     once = _once_cuda if device.type == "cuda" else _once_cpu
     spent = 0.0
     while calls and spent < warmup_ms:
         spent += sum(once(call) for call in calls)
-    rounds = [[once(call) for call in calls] for _ in range(num_samples)]
+    rounds: list[list[float]] = []
+    for _ in range(num_samples):
+        rounds.append([once(call) for call in calls])
+        longest = max(map(sum, zip(*rounds, strict=True)), default=0.0)
+        if len(rounds) >= MIN_SAMPLES and longest >= limit_ms:
+            break
     return [list(samples) for samples in zip(*rounds, strict=True)]
 
 

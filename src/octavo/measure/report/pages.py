@@ -7,6 +7,7 @@ from dataclasses import replace
 from octavo.errors import ConfigError
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import images, layers, quality, speed
+from octavo.measure.report.attention_grid import GRID
 from octavo.measure.report.kernels import Roof, kernel_kinds
 from octavo.measure.report.latency import LATENCY
 from octavo.measure.report.sections import Kind, Link, Section
@@ -24,7 +25,7 @@ def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE, speed.GENERATE_CALLS, speed.HOST)
     answers = (quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1)
     scales = (layers.SENSITIVITY, layers.CALIBRATION, layers.PIPELINE, *layers.ERRORS)
-    speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs))
+    speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs), GRID)
     results = (*answers, quality.TEXTS, images.IMAGES)
     return (*speeds, *results, *scales, speed.ADVICE, speed.COMPARED_ADVICE)
 

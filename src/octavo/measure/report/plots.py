@@ -141,6 +141,37 @@ def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) ->
     return Figure(caption=caption, data=(trace,), layout=layout, height_rem=_height(values))
 
 
+def heat_map(
+    x: Sequence[Any],
+    y: Sequence[Any],
+    cells: Sequence[Sequence[float | None]],
+    *,
+    colors: Sequence[Sequence[Any]],
+    span: tuple[float, float],
+    title: str,
+    texttemplate: str,
+    hovertemplate: str,
+) -> Trace:
+    """Cells [y][x] with their numbers in them; None is left empty.
+
+    colors: from the first number of the span to the last. title: over the scale of colors.
+    """
+    return {
+        "type": "heatmap",
+        "x": list(x),
+        "y": list(y),
+        "z": [list(row) for row in cells],
+        "zmin": span[0],
+        "zmax": span[1],
+        "colorscale": colors,
+        "colorbar": {"title": {"text": title}},
+        "texttemplate": texttemplate,
+        "xgap": 2,
+        "ygap": 2,
+        "hovertemplate": f"{hovertemplate}<extra></extra>",
+    }
+
+
 def markers(name: str, series: int, x: Sequence[Any], y: Sequence[Any], *, size: int = 8) -> Trace:
     """The points of a series, which has a symbol and a colour by its number; name: escaped."""
     return {

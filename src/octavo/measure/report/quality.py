@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.plots import Figure, axes
+from octavo.measure.report.plots import Figure, axes, heat_map
 from octavo.measure.report.sections import Kind, Rows, dots, either_side
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
@@ -216,20 +216,16 @@ def _heat_map(name: str, records: Rows) -> Figure:
         (int(r.case["length"]), float(r.case["depth"])): r.values["found_percent"] for r in records
     }
     cells = [[found.get((length, depth)) for length in lengths] for depth in depths]
-    trace = {
-        "type": "heatmap",
-        "x": [tokens_text(length) for length in lengths],
-        "y": [f"{100 * depth:g}" for depth in depths],
-        "z": cells,
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": COLORS,
-        "colorbar": {"title": {"text": "found (%)"}},
-        "texttemplate": "%{z:.0f}",
-        "xgap": 2,
-        "ygap": 2,
-        "hovertemplate": "%{x} tokens, depth %{y} %: %{z:.0f} % found<extra></extra>",
-    }
+    trace = heat_map(
+        [tokens_text(length) for length in lengths],
+        [f"{100 * depth:g}" for depth in depths],
+        cells,
+        colors=COLORS,
+        span=(0, 100),
+        title="found (%)",
+        texttemplate="%{z:.0f}",
+        hovertemplate="%{x} tokens, depth %{y} %: %{z:.0f} % found",
+    )
     layout = axes("tokens of the prompt", "depth of the needle (%)")
     layout["xaxis"]["type"] = "category"
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
