@@ -88,6 +88,7 @@ def test_the_scale_of_logits(head_dim):
         ({"softcap": math.nan}, "softcap must be"),
         ({"softmax_scale": 0.0}, "softmax_scale must be a positive finite number"),
         ({"softmax_scale": math.nan}, "softmax_scale must be"),
+        ({"exponentials": "fast"}, "exponentials must be 'codes', 'exact' or None, got 'fast'"),
         ({"window": 2.5}, "window must be an integer"),
         ({"promote_every": 1.0}, "promote_every must be an integer"),
         ({"window": "128"}, "window must be an integer"),
@@ -112,6 +113,7 @@ def test_one_level_is_never_the_default():
         "softcap",
         "softmax_scale",
         "promote_every",
+        "exponentials",
     }
 
 

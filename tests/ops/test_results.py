@@ -78,6 +78,17 @@ def test_attention_is_its_reference(case, dtype):
     assert_same_bits(lse, expected_lse)
 
 
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention_by_codes_is_its_reference(case):
+    inputs = make_inputs(case, dtype=FP8)
+    exact = ops.attention(**inputs, out_dtype=torch.float32)
+    inputs["spec"] = replace(inputs["spec"], exponentials="codes")
+    expected, _ = attention_reference(inputs)
+    out = ops.attention(**inputs, out_dtype=torch.float32)
+    assert_same_bits(out, expected)
+    assert out.numel() == 0 or not exact.any() or not torch.equal(out, exact)
+
+
 @pytest.mark.parametrize("granularity", [PerTensor(), PerHead(), PerToken()], ids=str)
 def test_attention_with_scales_of_every_granularity(granularity):
     for case in (AttentionCase(q_len=33, kv_len=140), PackedCase()):

@@ -13,6 +13,7 @@ from octavo.cache.view import PagedView
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import CPU, Device
 from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
@@ -378,3 +379,18 @@ def test_kernels_are_where_they_are_said_to_be(run):
 
 def test_every_kernel_is_imported_by_name():
     assert {run.split(".")[2] for run in NAMED} >= {"append_kv", "attention", "prefill", "quantize"}
+
+
+def test_codes_on_a_gpu_are_the_reference_by_name():
+    base = {"op": "attention", "dtype": E4M3.dtype, "other_dtype": E4M3.dtype, "head_dim": 64}
+    codes = {**base, "features": frozenset({"codes", "transposed"})}
+    assert select(Request(device=CPU, **codes)).impl == "reference"
+    with pytest.raises(UnsupportedError) as error:
+        select(Request(device=H200, **codes))
+    assert str(error.value) == (
+        "no implementation of attention can run this: gluon: it takes P by exponentials; triton: "
+        "it takes P by exponentials; reference: it is slow on a GPU: ask for it by name"
+    )
+    assert select(Request(device=H200, **codes), "reference").impl == "reference"
+    exact = {**base, "features": frozenset({"exact", "transposed"})}
+    assert select(Request(device=H200, **exact)).impl == "gluon"

@@ -119,6 +119,8 @@ BAD = [
         "k and v of one shape, got [2, 7, 2, 64] and [2, 8, 2, 64]",
     ),
     (attention, {"v": zeros(2, 7, 2, 32)}, "k and v of one shape"),
+    (attention, {"spec": AttentionSpec(exponentials="codes")}, "takes FP8 queries, got torch.bfl"),
+    (prefill, {"spec": AttentionSpec(exponentials="exact")}, "takes FP8 queries, got torch.bfl"),
     (attention, {"q": zeros(2, 5, 4, 72)}, "q and k of one head_dim above 0, got 72 and 64"),
     (
         attention,

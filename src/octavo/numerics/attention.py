@@ -4,6 +4,7 @@ import math
 from ast import literal_eval
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from octavo.errors import ConfigError
 
 # Kernels add a window and a position in 32 bits.
 MAX_WINDOW = 2**30
+
+Exponentials = Literal["codes", "exact"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class AttentionSpec:
     softmax_scale: None means 1/√head_dim.
     promote_every: after how many KV tiles the tensor core's sum of P·V moves to a float32
         register; 1 is every tile, None never (one-level accumulation). FP8 only.
+    exponentials: how P becomes e4m3: by "codes", which take no exponentials, or "exact", by
+        exponentials and rounding; None leaves it to the implementation. FP8 only.
     """
 
     causal: bool = False
@@ -33,6 +38,7 @@ class AttentionSpec:
     softcap: float | None = None
     softmax_scale: float | None = None
     promote_every: int | None = 1
+    exponentials: Exponentials | None = None
 
     def __post_init__(self) -> None:
         # Kept as Python's own numbers: the repr() of numpy's is not what parse_spec reads.
@@ -55,6 +61,10 @@ class AttentionSpec:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive finite number or None, got {value}")
             object.__setattr__(self, name, float(value))
+        if self.exponentials not in (*get_args(Exponentials), None):
+            raise ConfigError(
+                f"exponentials must be 'codes', 'exact' or None, got {self.exponentials!r}"
+            )
 
     def __str__(self) -> str:
         """Only what differs from the default, such as "causal=True window=128"."""

@@ -16,6 +16,7 @@ from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
 from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
+    check_exponentials,
     check_float,
     check_one_device,
     check_packing,
@@ -136,6 +137,7 @@ class AttentionArguments(Arguments):
         check_sinks(self.sinks, q.shape[-2])
         check_one_device(q=q, k=k, v=v, sinks=self.sinks, key_mask=self.key_mask)
         _check_dtypes(q, k, v, self.scales)
+        check_exponentials(self.spec, q)
         if self.key_mask is not None:
             _check_key_mask(self.key_mask, k, is_packed=packing is not None)
         if self.scales is not None:
@@ -247,19 +249,26 @@ def _reference(
 _OPERATOR = Operator("attention", AttentionArguments, empty_result)
 
 
+def objection_to_codes(request: Request) -> str | None:
+    """Why no kernel can serve a request: P by codes is the reference's so far."""
+    return "it takes P by exponentials" if "codes" in request.features else None
+
+
 def _triton_objection(request: Request) -> str | None:
-    return objection(request.device, request.dtype, request.head_dim)
+    found = objection(request.device, request.dtype, request.head_dim)
+    return found or objection_to_codes(request)
 
 
 def objection_to_gluon(request: Request) -> str | None:
     """Why Hopper's kernel cannot serve a request; None if it can."""
-    return hopper_objection(
+    found = hopper_objection(
         request.device,
         (request.dtype, request.other_dtype),
         request.head_dim,
         request.granularity,
         request.features,
     )
+    return found or objection_to_codes(request)
 
 
 register_reference("attention", _reference)

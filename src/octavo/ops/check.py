@@ -59,6 +59,15 @@ def check_fp8_device(
         raise UnsupportedError(f"{name}: {objection}: {instead}")
 
 
+def check_exponentials(spec: AttentionSpec, q: Tensor) -> None:
+    """Raise if a spec says how P becomes e4m3 where it stays in the operands' own dtype."""
+    if spec.exponentials is not None and not is_fp8(q.dtype):
+        raise ConfigError(
+            f"exponentials={spec.exponentials!r} says how P becomes FP8, which takes FP8 queries, "
+            f"got {q.dtype}: leave it out"
+        )
+
+
 def fp8_objection(device: torch.device) -> str | None:
     """Why FP8 would be left to the reference on a device; None if it would not."""
     found = describe(device)

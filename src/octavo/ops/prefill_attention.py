@@ -13,9 +13,10 @@ from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec
 from octavo.ops.arguments import Arguments
-from octavo.ops.attention import objection_to_gluon
+from octavo.ops.attention import objection_to_codes, objection_to_gluon
 from octavo.ops.check import (
     check_cu_seqlens,
+    check_exponentials,
     check_one_device,
     check_query_over_pages,
     check_sinks,
@@ -124,6 +125,7 @@ class PrefillArguments(Arguments):
         if q.dim() != 3:
             raise ConfigError(f"expected q [num_tokens, num_heads, head_dim], got {list(q.shape)}")
         check_query_over_pages(q, view, self.q_scale)
+        check_exponentials(self.spec, q)
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
         if len(cu_seqlens_q) != view.num_sequences + 1:
             raise ConfigError(
@@ -205,7 +207,8 @@ _OPERATOR = Operator("prefill_attention", PrefillArguments, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:
-    return objection(request.device, request.dtype, request.other_dtype, request.head_dim)
+    found = objection(request.device, request.dtype, request.other_dtype, request.head_dim)
+    return found or objection_to_codes(request)
 
 
 def _gluon_objection(request: Request) -> str | None:

@@ -162,9 +162,22 @@ def register_impl(
 
 def register_reference(op: str, run: Callable[..., Any]) -> None:
     """Add the reference, which serves every request and comes last."""
-    reference = Impl("reference", run, lambda request: None, "plain torch runs on any device")
+    reference = Impl(
+        "reference",
+        run,
+        objection=lambda request: None,
+        reason="plain torch runs on any device",
+        reluctance=_reference_reluctance,
+    )
     _impls_of(op).append(reference)
     _forget()
+
+
+def _reference_reluctance(request: Request) -> str | None:
+    # Codes are asked for because they are fast.
+    if "codes" in request.features and request.device.type == "cuda":
+        return "it is slow on a GPU: ask for it by name"
+    return None
 
 
 def unregister_impl(op: str, name: str) -> None:
@@ -238,6 +251,8 @@ def features_of(spec: AttentionSpec, **used: bool) -> frozenset[str]:
         "softcap": spec.softcap is not None,
         "one-level": spec.promote_every is None,
         "promote-later": (spec.promote_every or 1) > 1,
+        "codes": spec.exponentials == "codes",
+        "exact": spec.exponentials == "exact",
     }
     return frozenset(name for name, is_used in used.items() if is_used)
 
