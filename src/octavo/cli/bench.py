@@ -90,6 +90,9 @@ def kernels(
 
     octavo bench kernels --op attention_grid --jobs 12 --resume -o grid.jsonl
 
+    prefill_attention is attention of 512, 2,048 and 8,192 new tokens after up to 131,072 that are
+    cached in pages; gathering the pages is part of the time.
+
     Attributes:
         op: Only this op; may be given more than once. Left out, all but attention_grid.
         shape: Only shapes with these words, such as "head_dim 128"; may be given more than once.

@@ -1,4 +1,4 @@
-"""Benchmarks of attention beside the peers: dense, packed, in a vision encoder, and decoding."""
+"""Benchmarks of attention beside the peers: dense, packed, and in a vision encoder."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from octavo import ops
-from octavo.cache.view import PagedView
 from octavo.kernels.attention.config import work
 from octavo.kernels.device import default_device
 from octavo.measure.bench import peers
@@ -31,12 +30,10 @@ from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import E4M3
-from octavo.numerics.granularity import PerHead
 from octavo.numerics.qkv import QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.ops.select import Request, features_of, select
 from octavo.reference.attention import varlen_attention
-from octavo.reference.paged import paged_attention
 from octavo.testing.inputs import make_packing
 
 # Queries at the end of a sequence, which see all of its keys: what is checked.
@@ -65,8 +62,6 @@ class Size:
         tokens = f"{len(self.lengths)}x{self.lengths[0]}"
         if op == "packed_attention":
             tokens = "+".join(map(str, self.lengths))
-        elif op == "decode_attention" and len(set(self.lengths)) > 1:
-            tokens = f"{len(self.lengths)} uneven"
         kv_heads = "" if op == "encoder_attention" else f"/{self.num_kv_heads}"
         return f"{tokens} heads {self.num_heads}{kv_heads} head_dim {self.head_dim}"
 
@@ -263,123 +258,4 @@ ENCODER_ATTENTION = Suite(
     # Three images in Qwen3-VL's vision tower.
     large=tuple(Size((length,) * 3, head_dim=72) for length in (3520, 8160, 14400, 32640)),
     make=partial(_attention, "encoder_attention"),
-)
-
-BF16 = torch.bfloat16
-# FP8 pages alone cost 0.039 on normal values.
-MAX_DECODE_ERROR = {"FP8": 0.06, "BF16": 0.01}
-UNEVEN = (131072, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
-
-
-@dataclass(frozen=True)
-class DecodeSize(Size):
-    """One decode step: how many tokens each sequence has in pages, and its heads."""
-
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    page_size: int = 64
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """q [num_sequences, 1, num_heads, head_dim], and a BF16 cache in pages of random order."""
-
-    q: Tensor
-    view: PagedView
-
-    def view_as(self, operands: str) -> PagedView:
-        """The cache in FP8 with a scale for each head, or as it is."""
-        view = self.view
-        if operands == "BF16":
-            return view
-        key, value = (
-            ops.quantize(pages.transpose(1, 2), PerHead())
-            for pages in (view.key_pages, view.value_pages)
-        )
-        return replace(
-            view,
-            key_pages=key.data.transpose(1, 2).contiguous(),
-            value_pages=value.data.transpose(1, 2).contiguous(),
-            key_scale=key.scale,
-            value_scale=value.scale,
-        )
-
-
-def _decode(size: DecodeSize, device: torch.device, folder: Path | None) -> Benchmark:
-    checked = sorted({0, len(size.lengths) // 2, len(size.lengths) - 1})
-
-    def entry(name: str, operands: str, prepare: Callable[..., Call]) -> Participant:
-        # Keys and values: all else is small.
-        num_values = 2 * size.num_tokens * size.num_kv_heads * size.head_dim
-        num_bytes = num_values * (1 if operands == "FP8" else 2)
-        own = partial(prepare, name, operands)
-        return Participant(name, operands, own, MAX_DECODE_ERROR[operands], num_bytes)
-
-    def ours(impl: str, operands: str, inputs: DecodeInputs) -> Call:
-        """With a plan made before, as for one of many layers."""
-        view, q = inputs.view_as(operands), inputs.q
-        plan = ops.plan_decode(view, num_heads=q.shape[2], dtype=q.dtype, impl=impl)
-        return partial(ops.decode_attention, q, view, plan=plan, impl=impl)
-
-    def vllm(_: str, operands: str, inputs: DecodeInputs) -> Call:
-        return peers.vllm_decode(folder, inputs.q, inputs.view_as(operands))
-
-    who: list[tuple[str, Callable[..., Call]]]
-    who = [(name, ours) for name in timed_impls("decode_attention", device)]
-    if device.type == "cuda":
-        who.append(("vllm-fa3", vllm))
-    return Benchmark(
-        op="decode_attention",
-        case={"shape": f"{size.shown('decode_attention')} page {size.page_size}"},
-        make_inputs=seeded(device, partial(_draw_pages, size)),
-        truth=partial(_decode_truth, checked),
-        participants=tuple(
-            entry(name, operands, prepare) for operands in MAX_DECODE_ERROR for name, prepare in who
-        ),
-        checked=lambda inputs, result: result[checked],
-    )
-
-
-def _draw_pages(size: DecodeSize, generator: torch.Generator) -> DecodeInputs:
-    device = generator.device
-    counts = [-(-length // size.page_size) for length in size.lengths]
-    shape = (sum(counts), size.num_kv_heads, size.page_size, size.head_dim)
-    key, value = (
-        torch.empty(shape, dtype=BF16, device=device).normal_(generator=generator) for _ in "kv"
-    )
-    order = torch.randperm(sum(counts), device=device, generator=generator).int().split(counts)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-    for row, pages in enumerate(order):
-        table[row, : len(pages)] = pages
-    lengths = torch.tensor(size.lengths, dtype=torch.int32, device=device)
-    one = torch.ones((), device=device)
-    q_shape = (len(counts), 1, size.num_heads, size.head_dim)
-    q = torch.empty(q_shape, dtype=BF16, device=device).normal_(generator=generator)
-    return DecodeInputs(q, PagedView(key, value, one, one, table, lengths))
-
-
-def _decode_truth(rows: list[int], inputs: DecodeInputs) -> Tensor:
-    view = inputs.view
-    part = replace(view, page_table=view.page_table[rows], lengths=view.lengths[rows])
-    ends = torch.arange(len(rows) + 1, dtype=torch.int32)
-    out, _ = paged_attention(inputs.q[rows].flatten(0, 1), part, ends, compute=torch.float64)
-    return out.view(len(rows), *inputs.q.shape[1:])
-
-
-DECODE_ATTENTION = Suite(
-    small=(DecodeSize((300, 500), num_heads=8, num_kv_heads=2),),
-    large=(
-        DecodeSize((32768,) * 8),
-        DecodeSize((131072,) * 8),
-        *(DecodeSize((length,)) for length in (256, 1024, 4096, 16384, 32768, 131072)),
-        DecodeSize((4096,) * 64),
-        DecodeSize((1024,) * 256),
-        DecodeSize(UNEVEN),
-        DecodeSize((sum(UNEVEN) // 8,) * 8),
-        DecodeSize((65536,) * 8, head_dim=64),
-        DecodeSize((32768,) * 8, head_dim=256, num_heads=16, num_kv_heads=4),
-        *(DecodeSize((32768,) * 8, num_heads=num_heads) for num_heads in (8, 56, 64)),
-        DecodeSize((32768,) * 8, page_size=16),
-    ),
-    make=_decode,
 )

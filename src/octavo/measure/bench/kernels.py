@@ -24,7 +24,7 @@ from octavo.kernels.attention import config as attention_config
 from octavo.kernels.device import Device, default_device
 from octavo.kernels.quantize import config as quantize_config
 from octavo.kernels.scaled_mm import config as scaled_mm_config
-from octavo.measure.bench import attention, linear
+from octavo.measure.bench import attention, linear, paged_attention
 from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
 from octavo.measure.bench.expect import expect, expect_one_of
 from octavo.measure.bench.peers import Inputs
@@ -38,11 +38,12 @@ SUITES: dict[str, Suite] = {
     "append_kv": linear.APPEND_KV,
     "attention": attention.ATTENTION,
     "attention_grid": attention.ATTENTION_GRID,
-    "decode_attention": attention.DECODE_ATTENTION,
+    "decode_attention": paged_attention.DECODE_ATTENTION,
     "encoder_attention": attention.ENCODER_ATTENTION,
     "linear_gelu": linear.LINEAR_GELU,
     "matvec": linear.MATVEC,
     "packed_attention": attention.PACKED_ATTENTION,
+    "prefill_attention": paged_attention.PREFILL_ATTENTION,
     "quantize": linear.QUANTIZE,
     "quantize_qkv": linear.QUANTIZE_QKV,
     "scaled_mm": linear.SCALED_MM,

@@ -41,7 +41,7 @@ def registered(folder: Path | None, device: torch.device) -> Iterator[list[str]]
 @contextmanager
 def registered_prefill(folder: Path | None) -> Iterator[str]:
     """Inside, `prefill_attention` has vLLM's FlashAttention-3 by the name that this gives."""
-    with _added("prefill_attention", {PREFILL_PEER: partial(_run_prefill, folder)}):
+    with _added("prefill_attention", {PREFILL_PEER: partial(run_prefill, folder)}):
         yield PREFILL_PEER
 
 
@@ -98,7 +98,7 @@ def _check_scale(spec: AttentionSpec, head_dim: int) -> None:
         )
 
 
-def _run_prefill(
+def run_prefill(
     folder: Path | None,
     q: Tensor,
     view: PagedView,

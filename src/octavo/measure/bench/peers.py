@@ -295,19 +295,22 @@ def _load_cuda_libraries() -> None:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
-    """vLLM's FlashAttention-3 over pages, scheduled beforehand; with FP8 pages q is FP8 as well."""
+def vllm_paged(folder: Path | None, q: Tensor, view: PagedView) -> Call:
+    """vLLM's FlashAttention-3 over pages, scheduled beforehand; with FP8 pages q is FP8 as well.
+
+    q: [num_sequences, q_len, num_heads, head_dim], the newest tokens of each sequence.
+    """
     library = load("_vllm_fa3_C", folder)
-    num_sequences, _, num_heads, head_dim = q.shape
+    num_sequences, q_len, num_heads, head_dim = q.shape
     heads, longest = view.num_kv_heads, view.max_pages * view.page_size
-    ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)
+    ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device) * q_len
     # The arguments that are not None, by their places.
     asked: list[Any] = [None] * 23
-    asked[:7] = num_sequences, 1, longest, num_heads, heads, head_dim, head_dim
+    asked[:7] = num_sequences, q_len, longest, num_heads, heads, head_dim, head_dim
     asked[7:10] = view.dtype, view.lengths, ends
     asked[14:21] = view.page_size, 0, True, -1, -1, False, 0
     asked[22] = 0
-    query = q.squeeze(1)
+    query = q.flatten(0, 1)
     scales: Scales = (None, None, None)
     if view.is_fp8:
         part = quantize(query, PerTensor())
@@ -324,7 +327,7 @@ def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
         cu_seqlens_q=ends,
         lengths=view.lengths,
         page_table=view.page_table,
-        max_seqlen_q=1,
+        max_seqlen_q=q_len,
         max_seqlen_k=longest,
         softmax_scale=head_dim**-0.5,
         is_causal=True,
@@ -334,7 +337,7 @@ def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
 
     def call() -> Tensor:
         run()
-        return out.unsqueeze(1)
+        return out.view_as(q)
 
     return call
 

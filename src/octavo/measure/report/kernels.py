@@ -12,7 +12,12 @@ from octavo.measure.report.tables import Cell, Table, format_column, label, mach
 OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "triton"})
 # Title -> ops. Records of one section have figures and tables of their own for each op.
 TOPICS = {
-    "Attention kernels": ("attention", "packed_attention", "encoder_attention"),
+    "Attention kernels": (
+        "attention",
+        "prefill_attention",
+        "packed_attention",
+        "encoder_attention",
+    ),
     "Matrix products": ("scaled_mm", "matvec", "linear_gelu"),
     "Kernels that read and write": ("decode_attention", "append_kv", "quantize", "quantize_qkv"),
 }
