@@ -5,8 +5,11 @@ from pathlib import Path
 from octavo.measure import store
 from octavo.measure.records import Measurement
 from octavo.measure.report.attention_grid import grid_tables
-from octavo.measure.report.tables import Table, newest, to_markdown
-from tables.common import fastest
+from octavo.measure.report.kernels import OWN_IMPLS
+from octavo.measure.report.tables import MISSING, Table, newest, to_markdown
+from tables.common import fastest, grouped
+
+_LEVEL_SIZE = ("shape", "causal", "value_mean")
 
 
 def accumulator(results: Path) -> str:
@@ -71,6 +74,66 @@ def attention_grid(results: Path) -> str:
         f"{found[0].machine.gpu}. octavo is what `ops.attention` chooses by itself. More than 1: "
         f"octavo is faster; –: nobody else takes the shape.\n{''.join(tables)}"
     )
+
+
+def attention_levels(results: Path) -> str:
+    """What sums that move to float32 never, late and after every tile cost and lose."""
+    found = newest(store.read(results / "attention_levels_h200.jsonl"))
+    columns = dict.fromkeys((r.case["promote_every"], r.impl) for r in found)
+    rows = []
+    for of_shape in grouped(found, lambda r: tuple(map(r.case.get, _LEVEL_SIZE))):
+        shape, is_causal, mean = map(of_shape[0].case.get, _LEVEL_SIZE)
+        own = {(r.case["promote_every"], r.impl): r for r in of_shape}
+        least = fastest([r for r in of_shape if r.case["promote_every"] == "none"])
+        cells = (_level(own.get(column), least) for column in columns)
+        rows.append((f"{shape}{', causal' if is_causal else ''}", f"{mean:g}", *cells))
+    words = {"none": "one level", 1: "every tile"}
+    names = (f"{words.get(every, f'every {every} tiles')}, {impl}" for every, impl in columns)
+    table = Table(caption="", header=("", "mean of V", *names), rows=tuple(rows))
+    return (
+        "Milliseconds of FP8 attention, × those of one level, and the relative error against "
+        "float64, by how often the sum of P·V moves from the tensor core to float32; in bold what "
+        "`ops.attention` chooses by itself. Queries, keys and values are normal, those of mean 1 "
+        f"around 1. On an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _level(record: Measurement | None, one_level: Measurement) -> str:
+    if record is None:
+        return MISSING
+    ms, error = (record.values[name] for name in ("median_ms", "relative_rms"))
+    text = f"{ms:.2f}, {ms / one_level.values['median_ms']:.2f}×, {error:.2g}"
+    return f"**{text}**" if record.case["is_selected"] else text
+
+
+def prefill(results: Path) -> str:
+    """Chunks of prompts after cached tokens: octavo's FP8 beside the fastest of others."""
+    records = store.read(results / "kernels_h200.jsonl")
+    found = newest([r for r in records if r.op == "prefill_attention"])
+    cells: dict[str, dict[int, str]] = {}
+    for of_shape in grouped(found, lambda r: r.case["shape"]):
+        new, _, cached, *layer = str(of_shape[0].case["shape"]).split()
+        row = cells.setdefault(f"{int(new):,} new, {' '.join(layer)}", {})
+        row[int(cached)] = _over_others(of_shape)
+    columns = sorted({cached for row in cells.values() for cached in row})
+    header = ("", *(f"after {cached:,}" for cached in columns))
+    rows = (
+        (name, *(row.get(cached, MISSING) for cached in columns)) for name, row in cells.items()
+    )
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return (
+        "Milliseconds of octavo's FP8 attention over FP8 pages, gathering included, and how many "
+        "times as fast it is as the fastest BF16 / the fastest other FP8. On an "
+        f"{found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _over_others(records: list[Measurement]) -> str:
+    fp8 = [r for r in records if r.case["operands"] == "FP8"]
+    own = fastest([r for r in fp8 if r.impl in OWN_IMPLS]).values["median_ms"]
+    rivals = [r for r in records if r not in fp8], [r for r in fp8 if r.impl not in OWN_IMPLS]
+    ratios = (f"{fastest(r).values['median_ms'] / own:.2f}" if r else MISSING for r in rivals)
+    return f"{own:.3g} ({' / '.join(ratios)})"
 
 
 def _rate(records: list[Measurement], impl: str | None, operands: str) -> str:

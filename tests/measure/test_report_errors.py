@@ -70,6 +70,22 @@ def test_every_question_has_its_numbers(records):
     assert accumulation.headline.startswith("A needle among 131,072 keys is lost")
 
 
+def test_levels_have_their_time_and_error():
+    case = {"shape": "1x8192", "causal": False, "value_mean": 1.0, "is_selected": True}
+    records = [
+        row(
+            op="attention_levels",
+            case=case | {"promote_every": every},
+            values={"median_ms": ms, "relative_rms": error},
+        )
+        for every, ms, error in [("none", 2.0, 0.3), (1, 3.0, 0.05)]
+    ]
+    (section,) = sections_of(records)
+    assert [line[3::2] for line in section.tables[0].rows] == [("none", True, 0.3), (1, True, 0.05)]
+    titles = [section.title for section in report_sections(records)]
+    assert f"Levels of accumulation: {section.title.partition(': ')[2]}" in titles
+
+
 def test_the_newest_of_two_runs_counts(records):
     again = row(op="attention_error", case=dict(records[2].case), values={"relative_rms": 0.5})
     (section,) = sections_of([records[2], again])

@@ -100,3 +100,62 @@ def test_the_grid_of_attention_is_one_table_for_each_kind_of_heads(script, tmp_p
     assert "on an NVIDIA H200." in text
     assert text.count("| 64 | 1.30 / 0.75 |") == 2
     assert "\nheads 16/2: octavo's FP8 over" in text
+
+
+def kernel_record(op, impl, ms, error=0.05, **case):
+    return Measurement(
+        op=op,
+        impl=impl,
+        case=case,
+        values={"median_ms": ms, "relative_rms": error},
+        machine=Machine.current(gpu="NVIDIA H200", capability=(9, 0)),
+        command="x",
+    )
+
+
+def test_levels_are_compared_with_one(script, tmp_path):
+    runs = [("none", "triton", 2.0, 0.3), (4, "triton", 2.2, 0.1), (1, "triton", 3.0, 0.06)]
+    runs.append((1, "gluon", 1.0, 0.05))
+    sizes = [("1x8192 heads 8/8 head_dim 128", False, 1.0, runs)]
+    sizes.append(("1x32768 heads 8/8 head_dim 128", True, 0.0, runs[:3]))
+    records = [
+        kernel_record(
+            "attention_levels",
+            impl,
+            ms,
+            error,
+            shape=shape,
+            causal=is_causal,
+            value_mean=mean,
+            promote_every=every,
+            is_selected=impl == "gluon" or every != 1,
+        )
+        for shape, is_causal, mean, ran in sizes
+        for every, impl, ms, error in ran
+    ]
+    store.append(tmp_path / "attention_levels_h200.jsonl", records)
+    lines = script.TABLES["attention_levels"](tmp_path).splitlines()
+    names = "one level, triton | every 4 tiles, triton | every tile, triton | every tile, gluon"
+    assert f"|  | mean of V | {names} |" in lines
+    levels = "**2.00, 1.00×, 0.3** | **2.20, 1.10×, 0.1** | 3.00, 1.50×, 0.06"
+    full, causal = lines[-2:]
+    assert full == f"| 1x8192 heads 8/8 head_dim 128 | 1 | {levels} | **1.00, 0.50×, 0.05** |"
+    assert causal == f"| 1x32768 heads 8/8 head_dim 128, causal | 0 | {levels} | – |"
+
+
+def test_chunks_of_prompts_by_what_is_cached(script, tmp_path):
+    layer = "heads 32/8 head_dim 128 page 64"
+    ours = [("gluon", "FP8", 2.0), ("triton", "FP8", 3.0), ("triton", "BF16", 5.0)]
+    others = [("vllm-fa3", "FP8", 2.5), ("vllm-fa3", "BF16", 4.0)]
+    sizes = {f"512 after 8192 {layer}": ours + others, f"512 after 0 {layer}": ours}
+    sizes[f"2048 after 0 {layer}"] = ours
+    records = [
+        kernel_record("prefill_attention", impl, ms, shape=shape, operands=operands)
+        for shape, ran in sizes.items()
+        for impl, operands, ms in ran
+    ]
+    store.append(tmp_path / "kernels_h200.jsonl", records)
+    lines = script.TABLES["prefill"](tmp_path).splitlines()
+    assert "|  | after 0 | after 8,192 |" in lines
+    assert f"| 512 new, {layer} | 2 (2.50 / –) | 2 (2.00 / 1.25) |" in lines
+    assert f"| 2,048 new, {layer} | 2 (2.50 / –) | – |" in lines

@@ -90,11 +90,16 @@ def kernels(
 
     octavo bench kernels --op attention_grid --jobs 12 --resume -o grid.jsonl
 
+    attention_levels is FP8 attention whose sums move to float32 never (one level), every 4 tiles
+    and every tile: what each costs, and its error over values of mean 0 and 1. It takes about two
+    minutes.
+
     prefill_attention is attention of 512, 2,048 and 8,192 new tokens after up to 131,072 that are
     cached in pages; gathering the pages is part of the time.
 
     Attributes:
-        op: Only this op; may be given more than once. Left out, all but attention_grid.
+        op: Only this op; may be given more than once. Left out, all but attention_grid and
+            attention_levels.
         shape: Only shapes with these words, such as "head_dim 128"; may be given more than once.
         peers: Folder with other libraries' kernels (FlashAttention-3's *.abi3.so, the cudnn
             package); those that are installed are found without it.

@@ -39,7 +39,9 @@ from octavo.testing.inputs import make_packing
 # Queries at the end of a sequence, which see all of its keys: what is checked.
 CHECKED = 64
 MAX_ERROR = {"FP8": 0.07, "BF16": 0.01}
-DENSE = ("attention", "attention_grid")
+DENSE = ("attention", "attention_grid", "attention_levels")
+# Tiles after which the sum of P·V moves to float32: never, which is one level, or every so many.
+LEVELS = (None, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Size:
     num_kv_heads: int = 16
     head_dim: int = 128
     is_causal: bool = False
+    value_mean: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -88,9 +91,10 @@ class Size:
         return varlen_attention(rows, k, v, packing, spec, compute=torch.float64)[0]
 
 
-def _ours(impl: str, operands: str, inputs: Inputs) -> Call:
+def _ours(impl: str, operands: str, inputs: Inputs, promote_every: int | None = 1) -> Call:
     """Our own attention over BF16, or over q, k and v that are quantized before."""
-    spec, packing = AttentionSpec(causal=inputs.is_causal), inputs.packing
+    spec = AttentionSpec(causal=inputs.is_causal, promote_every=promote_every)
+    packing = inputs.packing
     if operands == "BF16":
         return partial(ops.attention, *inputs.qkv, spec, packing=packing, impl=impl)
     ends = None if packing is None else packing.cu_seqlens_k
@@ -112,6 +116,7 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
         else:
             heads = (size.num_heads, size.num_kv_heads, size.num_kv_heads)
             q, k, v = (normal(generator, *tokens, n, size.head_dim) for n in heads)
+            v += size.value_mean
         packing = None if is_dense else make_packing(size.lengths, size.lengths, device=device)
         return Inputs((q, k, v), packing, size.is_causal)
 
@@ -127,6 +132,8 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
     if op == "attention_grid":
         case |= {name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
         case["length"] = size.lengths[0]
+    if op == "attention_levels":
+        case["value_mean"] = size.value_mean
     work_of = partial(work, num_heads=size.num_heads, head_dim=size.head_dim)
     return Benchmark(
         op=op,
@@ -148,6 +155,9 @@ def _participants(
 ) -> Iterator[Participant]:
     """Ours, then on a GPU the peers: all in BF16, and in FP8 where they take it."""
     is_encoder, is_cuda = op == "encoder_attention", device.type == "cuda"
+    if op == "attention_levels":
+        yield from _levels(entry, size, device)
+        return
     if is_encoder:
         for scaling in ("static", "dynamic with history"):
             yield entry("octavo", "FP8", partial(_quantized_inside, scaling), scaling=scaling)
@@ -175,8 +185,25 @@ def _participants(
         yield peer("torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size))
 
 
-def _selected(size: Size) -> str:
+def _levels(
+    entry: Callable[..., Participant], size: Size, device: torch.device
+) -> Iterator[Participant]:
+    """Ours in FP8, each implementation by name at each of the levels that it takes."""
+    for every in LEVELS:
+        # What sums in one level lose is measured, not wrong.
+        limit = MAX_ERROR["FP8"] if every == 1 else 1.0
+        for name in timed_impls("attention", device):
+            prepare = partial(_ours, name, "FP8", promote_every=every)
+            notes = {
+                "promote_every": every or "none",
+                "is_selected": name == _selected(size, every),
+            }
+            yield replace(entry(name, "FP8", prepare, **notes), max_error=limit)
+
+
+def _selected(size: Size, promote_every: int | None = 1) -> str:
     """Our implementation of dense FP8 attention that is chosen unasked on this machine."""
+    spec = AttentionSpec(causal=size.is_causal, promote_every=promote_every)
     request = Request(
         op="attention",
         device=default_device(),
@@ -184,7 +211,7 @@ def _selected(size: Size) -> str:
         other_dtype=E4M3.dtype,
         head_dim=size.head_dim,
         group=size.num_heads // size.num_kv_heads,
-        features=features_of(AttentionSpec(causal=size.is_causal), transposed=True),
+        features=features_of(spec, transposed=True),
     )
     return select(request).impl
 
@@ -247,6 +274,17 @@ ATTENTION_GRID = Suite(
         ((16, 16), (16, 2)),
     ),
     make=partial(_attention, "attention_grid"),
+)
+ATTENTION_LEVELS = Suite(
+    small=(Size((144,), 1, 1, 32, value_mean=1.0),),
+    # Sums over values of mean 0 stay small; those over values of mean 1 grow with every key.
+    large=tuple(
+        Size((length,), 8, 8, is_causal=is_causal, value_mean=mean)
+        for mean in (0.0, 1.0)
+        for is_causal in (False, True)
+        for length in (8192, 32768, 131072)
+    ),
+    make=partial(_attention, "attention_levels"),
 )
 PACKED_ATTENTION = Suite(
     small=(Size((100, 60, 3), 4, 2, 64),),

@@ -38,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "append_kv": linear.APPEND_KV,
     "attention": attention.ATTENTION,
     "attention_grid": attention.ATTENTION_GRID,
+    "attention_levels": attention.ATTENTION_LEVELS,
     "decode_attention": paged_attention.DECODE_ATTENTION,
     "encoder_attention": attention.ENCODER_ATTENTION,
     "linear_gelu": linear.LINEAR_GELU,
@@ -49,8 +50,8 @@ SUITES: dict[str, Suite] = {
     "scaled_mm": linear.SCALED_MM,
 }
 
-# All but what takes minutes of a GPU, which runs where it is asked for.
-USUAL = [name for name in SUITES if name != "attention_grid"]
+# All but those that run where they are asked for: many shapes, and choices that few make.
+USUAL = [name for name in SUITES if name not in ("attention_grid", "attention_levels")]
 
 
 def benchmarks(
@@ -59,7 +60,7 @@ def benchmarks(
     peers: Path | None = None,
     shapes: Sequence[str] = (),
 ) -> list[Benchmark]:
-    """The benchmarks of some ops, or of all but the grid.
+    """The benchmarks of some ops, or of the usual ones.
 
     peers: a folder with other libraries' kernels. shapes: only those with one of these words.
     """

@@ -167,7 +167,19 @@ ACCUMULATION = Kind(
         "Is the needle found, by the number of keys?", "accumulation", "length", "needle"
     ),
 )
-ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
+LEVELS = Kind(
+    ops=("attention_levels",),
+    needs="shape causal value_mean promote_every median_ms relative_rms",
+    by="",
+    rows="impl shape causal value_mean promote_every",
+    title="Levels of accumulation: {machine}",
+    text="FP8 attention whose sums of P·V move from the tensor core to float32 after so many tiles "
+    "of keys; none is one level. Sums over values of mean 0 stay small; those over values of mean "
+    "1 grow with every key.",
+    caption="Time and relative error against float64; selected is what runs unasked",
+    columns="shape causal value_mean promote_every impl is_selected median_ms relative_rms",
+)
+ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION, LEVELS)
 
 
 CALIBRATION = Kind(
