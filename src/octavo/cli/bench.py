@@ -91,8 +91,7 @@ def kernels(
     octavo bench kernels --op attention_grid --jobs 12 --resume -o grid.jsonl
 
     attention_levels is FP8 attention whose sums move to float32 never (one level), every 4 tiles
-    and every tile: what each costs, and its error over values of mean 0 and 1. It takes about two
-    minutes.
+    and every tile: what each costs, and its error over values of mean 0 and 1.
 
     prefill_attention is attention of 512, 2,048 and 8,192 new tokens after up to 131,072 that are
     cached in pages; gathering the pages is part of the time.
