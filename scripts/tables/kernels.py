@@ -175,7 +175,10 @@ def decode(results: Path) -> str:
     rows = []
     for shape in dict.fromkeys(str(r.case["shape"]) for r in found):
         of_shape = {(r.impl, r.case["operands"]): r for r in found if r.case["shape"] == shape}
-        times = [f"{1e3 * of_shape[key].values['median_ms']:.1f}" for key in columns]
+        times = [
+            f"{1e3 * of_shape[key].values['median_ms']:.1f}" if key in of_shape else MISSING
+            for key in columns
+        ]
         rows.append((shape, *times, f"{of_shape['gluon', 'FP8'].gb_per_s:,.0f}"))
     header = ("", *(f"{impl} {operands}" for impl, operands in columns), "GB/s, gluon FP8")
     table = Table(caption="", header=header, rows=tuple(rows))

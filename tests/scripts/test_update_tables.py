@@ -1,6 +1,7 @@
 """The tables of README and docs are what the records say."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,12 @@ def test_chunks_of_prompts_by_what_is_cached(script, tmp_path):
     assert "|  | after 0 | after 8,192 |" in lines
     assert f"| 512 new, {layer} | 2 (2.50 / –) | 2 (2.00 / 1.25) |" in lines
     assert f"| 2,048 new, {layer} | 2 (2.50 / –) | – |" in lines
+
+
+def test_decoding_that_a_peer_refuses(script, tmp_path):
+    shape = "16x8192 heads 16/1 head_dim 128 page 64"
+    record = kernel_record("decode_attention", "gluon", 0.05, shape=shape, operands="FP8")
+    record = replace(record, values=record.values | {"bytes": 1e8})
+    store.append(tmp_path / "kernels_h200.jsonl", [record])
+    (line,) = [x for x in script.TABLES["decode"](tmp_path).splitlines() if shape in x]
+    assert line == f"| {shape} | 50.0{' | –' * 5} | 2,000 |"
