@@ -384,6 +384,7 @@ BAD = [
         {"q": zeros(2, 5, 4, 64)},
         "1 to 4 query tokens, got 5: use prefill_attention for more",
     ),
+    (decode, {"spec": AttentionSpec(exponentials="codes")}, "takes FP8 queries, got torch.bfl"),
     (decode, {"q": zeros(2, 0, 4, 64)}, "1 to 4 query tokens, got 0"),
     (
         decode,

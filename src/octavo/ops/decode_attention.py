@@ -24,6 +24,7 @@ from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan
 from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
+    check_exponentials,
     check_float,
     check_one_device,
     check_query_over_pages,
@@ -94,6 +95,7 @@ class DecodeArguments(Arguments):
             )
         check_float("q", q)
         check_query_over_pages(q, view, None)
+        check_exponentials(self.spec, q)
         check_sinks(self.sinks, q.shape[2])
         check_one_device(q=q, pages=view.key_pages, sinks=self.sinks)
         if self.plan is not None:
