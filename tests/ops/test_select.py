@@ -213,6 +213,8 @@ def test_requests_are_values():
         (AttentionSpec(window=3, softcap=1.0), {}, "window softcap"),
         (AttentionSpec(promote_every=None), {"packed": True}, "one-level packed"),
         (AttentionSpec(promote_every=4, softmax_scale=0.1), {}, "promote-later"),
+        (AttentionSpec(exponentials="codes"), {}, "codes"),
+        (AttentionSpec(exponentials="exact"), {}, ""),
     ],
     ids=str,
 )
@@ -392,5 +394,5 @@ def test_codes_on_a_gpu_are_the_reference_by_name():
         "it takes P by exponentials; reference: it is slow on a GPU: ask for it by name"
     )
     assert select(Request(device=H200, **codes), "reference").impl == "reference"
-    exact = {**base, "features": frozenset({"exact", "transposed"})}
-    assert select(Request(device=H200, **exact)).impl == "gluon"
+    exact = features_of(AttentionSpec(exponentials="exact"), transposed=True)
+    assert select(Request(device=H200, **base, features=exact)).impl == "gluon"

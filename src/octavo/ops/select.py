@@ -174,7 +174,7 @@ def register_reference(op: str, run: Callable[..., Any]) -> None:
 
 
 def _reference_reluctance(request: Request) -> str | None:
-    # Codes are asked for because they are fast.
+    # Who asks for codes asks for speed.
     if "codes" in request.features and request.device.type == "cuda":
         return "it is slow on a GPU: ask for it by name"
     return None
@@ -252,7 +252,6 @@ def features_of(spec: AttentionSpec, **used: bool) -> frozenset[str]:
         "one-level": spec.promote_every is None,
         "promote-later": (spec.promote_every or 1) > 1,
         "codes": spec.exponentials == "codes",
-        "exact": spec.exponentials == "exact",
     }
     return frozenset(name for name, is_used in used.items() if is_used)
 
