@@ -103,6 +103,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
+    "measure/bench/vllm_worker.py": {"vllm"},
     "demo/chart_*.py": {"PIL"},
     "demo/stages.py": {"PIL"},
     "measure/evaluate/language.py": {"httpx"},

@@ -6,7 +6,7 @@ from pathlib import Path
 from octavo.measure import store
 from octavo.measure.fit import BreakEven
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.tables import Table, to_markdown
+from octavo.measure.report.tables import Table, beside_ours, to_markdown
 from tables.common import grouped, newest
 
 # What reading memory reached on an H200: a step cannot read its weights faster.
@@ -28,7 +28,7 @@ def linear(results: Path) -> str:
 
 
 def _latency_tables(path: Path) -> str:
-    records = store.read(path)
+    records = beside_ours(store.read(path))
     groups = grouped(records, lambda r: (_has_graphs(r), *_cases(r, *ENGINE, *BATCH)))
     return "\n\n".join(map(_latency_of, groups)) + "\n"
 
@@ -36,7 +36,7 @@ def _latency_tables(path: Path) -> str:
 def throughput(results: Path) -> str:
     """Tokens per second, latency and duration of a load; nothing while there are no records."""
     path = results / "throughput_h200.jsonl"
-    records = store.read(path) if path.exists() else []
+    records = beside_ours(store.read(path)) if path.exists() else []
     groups = grouped(records, lambda r: (_has_graphs(r), *_cases(r, *ENGINE, *LOAD)))
     return "\n\n".join(map(_throughput_of, groups)) + "\n" if groups else ""
 

@@ -50,6 +50,11 @@ def is_debug() -> bool:
     return DEBUG.read().strip().lower() not in ("", "0", "false", "no", "off")
 
 
+def of_child() -> dict[str, str]:
+    """The environment of this process, to be changed for one that it starts."""
+    return dict(os.environ)
+
+
 def use_cache_dir() -> None:
     """Make OCTAVO_CACHE_DIR the folder in which Triton keeps what it compiles."""
     folder = CACHE_DIR.read()

@@ -177,8 +177,10 @@ def _run(
     cannot be is an error before the model is made.
     """
     from octavo.measure.bench.engine import check_rows, make_rows, open_subject
-    from octavo.measure.bench.engine_load import run_load, told, vllm_documents
+    from octavo.measure.bench.engine_load import run_load
+    from octavo.measure.bench.engine_tables import told, vllm_documents
     from octavo.measure.bench.peer_impls import registered_prefill
+    from octavo.measure.bench.vllm_engine import Installation, twin_rows
     from octavo.measure.run import Records
 
     check_rows(rows.names, rows.skip_layers)
@@ -193,7 +195,11 @@ def _run(
         found = make_rows(rows.names, subject, skip_layers=rows.skip_layers)
     case, num_steps, taken = fitting(subject)
     taken = {"config": options.config, "kv_cache_dtype": rows.names, **taken}
-    bar = progress_bar("measuring", len(found) * num_steps, every_s=TIMED_S)
+    vllm = None if rows.peers is None else Installation.find(rows.peers)
+    if rows.peers is not None and vllm is None:
+        err.print(f"no vLLM in {rows.peers}: its engine is not measured", soft_wrap=True)
+    num_rows = len(found) + len(twin_rows(found) if vllm is not None else ())
+    bar = progress_bar("measuring", num_rows * num_steps, every_s=TIMED_S)
     with registered_prefill(rows.peers), bar as move:
         result = run_load(
             subject,
@@ -202,6 +208,7 @@ def _run(
             settings,
             command=repeat_command(context, taken=taken),
             records=Records.of_file(asked.output),
+            vllm=vllm,
             on_step=move,
         )
     if asked.as_json:

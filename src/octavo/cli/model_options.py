@@ -211,8 +211,10 @@ class RowOptions:
             or, of random weights, calibrated first; auto+prefill=vllm-fa3 needs --peers.
         skip_layers: Layers whose cache is left as it is in every FP8 row (0-1, sliding_window, …);
             may be given more than once.
-        peers: Folder with vLLM's FlashAttention-3 (*.abi3.so), which rows may then ask for:
-            auto+prefill=vllm-fa3.
+        peers: Folder with vLLM: a virtual environment, or the bundle vllm.tar.xz. Its engine then
+            runs the same load beside ours (rows vllm, vllm+fp8, vllm+linear, vllm+fp8+linear, one
+            for each kind of row). With its FlashAttention-3 (*.abi3.so) in it, rows may also ask
+            for that: auto+prefill=vllm-fa3.
     """
 
     kv_cache_dtype: tuple[str, ...] = ()

@@ -14,8 +14,8 @@ from octavo.measure.bench.engine_load import (
     fit_values,
     length_values,
     run_load,
-    vllm_documents,
 )
+from octavo.measure.bench.engine_tables import vllm_documents
 from octavo.measure.bench.requests import RequestTimes
 from octavo.measure.fit import (
     Line,

@@ -268,23 +268,31 @@ class Answer:
     completion: Completion
 
 
-def ask(engine: Engine, vocab_size: int) -> list[Answer]:
-    """Let the engine answer short prompts, as many as run at once; no others may be open in it."""
+def check_prompts(vocab_size: int, max_num_seqs: int) -> list[Prompt]:
+    """The short prompts that an engine answers in its check, as many as run at once."""
     generator = torch.Generator().manual_seed(1)
-    num_prompts = min(engine.settings.max_num_seqs, MAX_PROMPTS)
+    num_prompts = min(max_num_seqs, MAX_PROMPTS)
     few = torch.randint(0, vocab_size, (num_prompts, NUM_TOKENS), generator=generator)
     places = torch.randint(0, NUM_TOKENS, (num_prompts, PROMPT_LEN), generator=generator)
-    drawn = few.gather(1, places).tolist()
-    prompts = {f"check-{index}": tuple(row) for index, row in enumerate(drawn)}
+    return [Prompt(OUTPUT_LEN, tuple(tokens)) for tokens in few.gather(1, places).tolist()]
+
+
+def ask(engine: Engine, vocab_size: int) -> list[Answer]:
+    """Let the engine answer the check's prompts; no others may be open in it."""
     num_top = min(MAX_LOGPROBS, vocab_size)
-    sampling = Sampling(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=num_top)
-    for name, prompt in prompts.items():
-        engine.add(Request(request_id=name, prompt=prompt, sampling=sampling))
-    deltas: dict[str, list[Delta]] = {name: [] for name in prompts}
+    prompts = check_prompts(vocab_size, engine.settings.max_num_seqs)
+    deltas: dict[str, list[Delta]] = {f"check-{index}": [] for index in range(len(prompts))}
+    for name, one in zip(deltas, prompts, strict=True):
+        sampling = Sampling(
+            temperature=0, max_tokens=one.output_len, ignore_eos=True, logprobs=num_top
+        )
+        engine.add(Request(request_id=name, prompt=one.tokens, sampling=sampling))
     while engine.has_work:
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
-    answers = [Answer(prompts[name], gather(found)) for name, found in deltas.items()]
+    answers = [
+        Answer(one.tokens, gather(own)) for one, own in zip(prompts, deltas.values(), strict=True)
+    ]
     for answer in answers:
         if answer.completion.finish_reason != "length":
             raise OctavoError(f"the check's prompt failed: {answer.completion.error}")

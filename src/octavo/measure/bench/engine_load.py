@@ -8,12 +8,10 @@ bench serve`, and so are the fields.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
-
-import numpy as np
+from functools import cached_property, partial
+from typing import Protocol
 
 from octavo.errors import OctavoError
 from octavo.measure import fit
@@ -29,15 +27,20 @@ from octavo.measure.bench.engine import (
     shortened,
 )
 from octavo.measure.bench.expect import expect
-from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
+from octavo.measure.bench.requests import Prompt, RequestTimes, statistics_ms, summarize
 from octavo.measure.bench.timing import machine_of
+from octavo.measure.bench.vllm_engine import (
+    Installation,
+    check_vllm,
+    open_vllm,
+    twin_rows,
+    weights_for_vllm,
+)
 from octavo.measure.fit import Interval, Line, Quadratic
-from octavo.measure.records import Measurement, utc_now
+from octavo.measure.records import Measurement, Scalar, utc_now
 from octavo.measure.report import latency
-from octavo.measure.report.tables import Table, from_records
 from octavo.measure.rows import Row
 from octavo.measure.run import Outcome, Participant, Records, Values, Workload, run_workload
-from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
 MAX_WARM_UPS = 8
@@ -79,12 +82,30 @@ class LoadResult:
     latencies_s: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
 
 
+class Serve(Protocol):
+    """Serve prompts, at most so many at once: their times, and the seconds of them all."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_concurrency: int | None = None,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> tuple[list[RequestTimes], float]: ...
+
+
 @dataclass(frozen=True)
 class RowRun:
-    """A row whose engine is open and has passed its check; errors: what the check found."""
+    """A row whose engine is open and has passed its check.
 
-    row: Row
-    engine: Engine
+    about: what records say of the engine. counts: what it has counted so far. errors: what the
+    check found.
+    """
+
+    name: str
+    serve: Serve
+    about: Mapping[str, Scalar]
+    counts: Callable[[], Values]
     errors: Values
     vocab_size: int
     on_step: OnStep
@@ -94,35 +115,143 @@ class RowRun:
         prompts = case.workload(length).draw(self.vocab_size)
         batches = []
         for number in range(case.num_warmups + case.num_iters):
-            self.on_step(f"{self.row.name}, {length:,} tokens")
+            self.on_step(f"{self.name}, {length:,} tokens")
             is_warm_up = number < case.num_warmups
-            times, _ = serve_prompts(self.engine, shortened(prompts) if is_warm_up else prompts)
+            times, _ = self.serve(shortened(prompts) if is_warm_up else prompts)
             self._check_served(times)
             if not is_warm_up:
                 _decoding_s(times)  # before more time goes into it
                 batches.append(times)
         return batches
 
-    def serve_all(self, case: ThroughputCase) -> Outcome:
+    def serve_all(self, case: ThroughputCase, max_num_seqs: int) -> Outcome:
         """All requests of the load."""
-        engine, limit = self.engine, case.max_concurrency
+        limit = case.max_concurrency
         prompts, num_warm_ups = case.draw(self.vocab_size), case.num_warmups
         if num_warm_ups is None:
             num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
         if short := shortened(prompts[:num_warm_ups]):
-            serve_prompts(engine, short, max_concurrency=limit)
-        before = engine.stats().num_preemptions
-        on_token = partial(self.on_step, f"{self.row.name}, tokens")
-        times, duration_s = serve_prompts(engine, prompts, max_concurrency=limit, on_token=on_token)
-        num_preemptions = engine.stats().num_preemptions - before
+            self.serve(short, max_concurrency=limit)
+        before = self.counts()
+        on_token = partial(self.on_step, f"{self.name}, tokens")
+        times, duration_s = self.serve(prompts, max_concurrency=limit, on_token=on_token)
+        counts = {name: count - before[name] for name, count in self.counts().items()}
         self._check_served(times)
-        values = {**summarize(times, duration_s, (10, 90, 99)), "num_preemptions": num_preemptions}
-        about = {**engine_about(engine), "max_num_seqs": engine.settings.max_num_seqs}
-        return Outcome({**values, **self.errors}, about)
+        values = {**summarize(times, duration_s, (10, 90, 99)), **counts}
+        return Outcome({**values, **self.errors}, {**self.about, "max_num_seqs": max_num_seqs})
 
     def _check_served(self, times: Sequence[RequestTimes]) -> None:
         if failed := [one.error for one in times if one.error is not None]:
-            raise OctavoError(f"{self.row.name}: {len(failed)} requests failed: {failed[0]}")
+            raise OctavoError(f"{self.name}: {len(failed)} requests failed: {failed[0]}")
+
+
+class Load:
+    """A load on a model: opens the engine of each row, checks it, and measures.
+
+    vllm: runs rows of `twin_rows`. plain_error: the check's error of a first row that is not
+    quantized. latencies_s: of latency, by row and input length, the seconds of the batches.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: LatencyCase | ThroughputCase,
+        settings: EngineSettings,
+        *,
+        vllm: Installation | None = None,
+        on_step: OnStep = lambda what: None,
+    ) -> None:
+        limit, num_seqs = settings.max_num_seqs, 0
+        if isinstance(case, LatencyCase):
+            num_seqs = case.batch_size
+        else:
+            num_seqs = min(case.max_concurrency or limit, limit, case.num_prompts)
+        self.subject, self.case, self.vllm, self.on_step = subject, case, vllm, on_step
+        self.settings = replace(
+            settings,
+            max_num_seqs=num_seqs,
+            max_context=max(case.max_context, CONTEXT),
+            enable_prefix_caching=False,
+        )
+        self.op = "latency" if isinstance(case, LatencyCase) else "throughput"
+        self.plain_error: float | None = None
+        self.linear_rounding = 0.0
+        self.latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
+        self.ending = ExitStack()
+
+    @contextmanager
+    def open_octavo(self, row: Row, *, is_plain: bool) -> Iterator[RowRun]:
+        """Our engine with this row; is_plain: other rows may be so many times as far off."""
+        errors = check_row(self.subject, row, self.settings, self.plain_error)
+        if is_plain:
+            self.plain_error = errors["relative_rms"]
+        self.linear_rounding = max(self.linear_rounding, errors.get("linear_rounding", 0.0))
+        with open_engine(self.subject, row, self.settings) as engine:
+            engine.warm_up()
+            yield RowRun(
+                row.name,
+                partial(serve_prompts, engine),
+                engine_about(engine),
+                lambda: {"num_preemptions": engine.stats().num_preemptions},
+                errors,
+                self.subject.vocab_size,
+                self.on_step,
+            )
+
+    @contextmanager
+    def open_vllm(self, row: Row) -> Iterator[RowRun]:
+        """vLLM's engine with its kind of this row."""
+        assert self.vllm is not None
+        with open_vllm(self.vllm, self.subject, self._weights, row, self.settings) as engine:
+            errors = check_vllm(
+                self.subject,
+                row,
+                engine,
+                self.settings,
+                plain_error=self.plain_error,
+                linear_rounding=self.linear_rounding,
+            )
+            vocab_size = self.subject.vocab_size
+            about, counts = engine.about, dict[str, float]
+            yield RowRun(row.name, engine.serve, about, counts, errors, vocab_size, self.on_step)
+
+    @cached_property
+    def _weights(self) -> str:
+        return self.ending.enter_context(weights_for_vllm(self.subject))
+
+    def participants(self, rows: Sequence[Row], *, has_baseline: bool) -> list[Participant[RowRun]]:
+        """Our engine with each row, then vLLM with each kind of row."""
+        first = None if has_baseline or rows[0].kv_cache is not None else rows[0]
+        opened = [
+            (row, "octavo", partial(self.open_octavo, row, is_plain=row is first)) for row in rows
+        ]
+        if self.vllm is not None:
+            opened += [(row, "vllm", partial(self.open_vllm, row)) for row in twin_rows(rows)]
+        return [
+            Participant(
+                name=row.name,
+                impl=impl,
+                about={**self.subject.about, **row_about(row), **self.case.about},
+                machine=machine_of(self.subject.device),
+                open=own,
+            )
+            for row, impl, own in opened
+        ]
+
+    def measure(self, run: RowRun, length: int) -> Outcome:
+        """All requests of throughput, or the batches of a length."""
+        if isinstance(self.case, ThroughputCase):
+            return run.serve_all(self.case, self.settings.max_num_seqs)
+        batches = run.serve_batches(self.case, length)
+        self.latencies_s[run.name, length] = tuple(map(_batch_s, batches))
+        return Outcome({**length_values(batches), **run.errors}, run.about)
+
+    def compare(self, own: Values, first: Values) -> Values:
+        """How many times as good a row is as the first one."""
+        return {
+            gain: own[name] / first[name] if is_more_better else first[name] / own[name]
+            for gain, (name, is_more_better) in COMPARED[self.op].items()
+        }
 
 
 def run_load(
@@ -134,83 +263,39 @@ def run_load(
     command: str,
     baseline: Sequence[Measurement] = (),
     records: Records | None = None,
+    vllm: Installation | None = None,
     on_step: OnStep = lambda what: None,
 ) -> LoadResult:
     """Check and measure all rows under a load; the first is what the others are compared with.
 
     It raises if it is wrong. Another row that is wrong, cannot run or fails a request has a failure
     and no records. Every prompt is computed anew. Records of latency are those of a row's lengths,
-    then its fits. baseline: what all rows are compared with, if it has run before.
+    then its fits. baseline: what all rows are compared with, if it has run before. vllm: runs
+    beside our engine, as `twin_rows` says.
     """
-    if isinstance(case, LatencyCase):
-        num_seqs = case.batch_size
-    else:
-        limit = settings.max_num_seqs
-        num_seqs = min(case.max_concurrency or limit, limit, case.num_prompts)
-    settings = replace(
-        settings,
-        max_num_seqs=num_seqs,
-        max_context=max(case.max_context, CONTEXT),
-        enable_prefix_caching=False,
-    )
-    is_plain = bool(baseline) and baseline[0].case["kv_cache_dtype"] == "auto"
-    plain_error = baseline[0].values["relative_rms"] if is_plain else None
-    latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
+    load = Load(subject, case, settings, vllm=vllm, on_step=on_step)
+    if baseline and baseline[0].case["kv_cache_dtype"] == "auto":
+        load.plain_error = baseline[0].values["relative_rms"]
     failures: dict[str, str] = {}
-
-    @contextmanager
-    def opened(row: Row) -> Iterator[RowRun]:
-        nonlocal plain_error
-        errors = check_row(subject, row, settings, plain_error)
-        if row is rows[0] and row.kv_cache is None and not baseline:
-            plain_error = errors["relative_rms"]
-        with open_engine(subject, row, settings) as engine:
-            engine.warm_up()
-            yield RowRun(row, engine, errors, subject.vocab_size, on_step)
-
-    def measure(run: RowRun, length: int) -> Outcome:
-        if isinstance(case, ThroughputCase):
-            return run.serve_all(case)
-        batches = run.serve_batches(case, length)
-        latencies_s[run.row.name, length] = tuple(map(_batch_s, batches))
-        return Outcome({**length_values(batches), **run.errors}, engine_about(run.engine))
-
-    def compare(own: Values, first: Values) -> Values:
-        """How many times as good a row is as the first one."""
-        return {
-            gain: own[name] / first[name] if is_more_better else first[name] / own[name]
-            for gain, (name, is_more_better) in COMPARED[op].items()
-        }
-
-    participants = [
-        Participant(
-            name=row.name,
-            impl="octavo",
-            about={**subject.about, **row_about(row), **case.about},
-            machine=machine_of(subject.device),
-            open=partial(opened, row),
-        )
-        for row in rows
-    ]
     lengths = case.input_lens if isinstance(case, LatencyCase) else ()
-    op = "latency" if lengths else "throughput"
     workload = Workload(
-        op=op,
+        op=load.op,
         command=command,
         cells={length: {"input_len": length} for length in lengths} or {0: {}},
-        measure=measure,
-        compare=compare,
+        measure=load.measure,
+        compare=load.compare,
         derive=_fits,
         row_key="row",
     )
-    found = run_workload(
-        participants,
-        workload,
-        records,
-        baseline=baseline,
-        on_failure=lambda name, error: failures.update({name: str(error)}),
-    )
-    return LoadResult(tuple(found), failures, latencies_s)
+    with load.ending:
+        found = run_workload(
+            load.participants(rows, has_baseline=bool(baseline)),
+            workload,
+            records,
+            baseline=baseline,
+            on_failure=lambda name, error: failures.update({name: str(error)}),
+        )
+    return LoadResult(tuple(found), failures, load.latencies_s)
 
 
 def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurement]:
@@ -302,90 +387,3 @@ def _term(
         ends = {"low": interval.low, "high": interval.high}
         found |= {f"{name}_{end}{unit}": own * factor for end, own in ends.items()}
     return found
-
-
-def told(records: Sequence[Measurement]) -> Iterator[str | Table]:
-    """What was measured, in tables and sentences: of latency or of throughput."""
-    first = records[0]
-    yield f"{first.case['model']}, {first.case['dtype']}: {first.machine}"
-    yield from _told_latency(records) if first.op == "latency" else _told_throughput(records)
-
-
-def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
-    case = records[0].case
-    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
-    lengths = [record for record in records if record.op == "latency"]
-    lengths.sort(key=lambda record: int(record.case["input_len"]))
-    times = ["median_{}_ms", "mean_{}_ms", "p20_{}_ms", "p80_{}_ms"]
-    for metric, what, columns in (
-        ("ttft", "To the first token", [*times, "{}_speedup", "relative_rms"]),
-        ("itl", "Between tokens", [*times, "p99_{}_ms", "{}_speedup"]),
-    ):
-        names = ("input_len", "row", *(column.format(metric) for column in columns))
-        yield from_records(lengths, caption=f"{what}: {sizes}", columns=names)
-    for section in latency.latency_sections(records):
-        yield from section.tables
-        yield from section.paragraphs[1:]
-    ends = {
-        latency.ITL: "",
-        latency.TTFT: ", by the curves between the shortest and the longest input",
-    }
-    for row in latency.rows_of(lengths):
-        for of, end in ends.items():
-            if row.baseline is not None and (found := row.break_even(of)) is not None:
-                yield f"{of.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
-
-
-def _told_throughput(records: Sequence[Measurement]) -> Iterator[str | Table]:
-    case = records[0].case
-    caption = (
-        f"{case['num_prompts']} requests, {case.get('max_concurrency', 'all')} at once, "
-        f"{case['input_len']} tokens in and {case['output_len']} out, "
-        f"± {100 * float(case['range_ratio']):g} %"
-    )
-    columns: tuple[str, ...] = ("row", "duration", "request_throughput", "output_throughput")
-    columns += ("output_throughput_gain", "total_token_throughput", "relative_rms")
-    yield from_records(records, caption=caption, columns=columns)
-    times = [
-        name
-        for metric in ("ttft", "itl")
-        for name in (f"median_{metric}_ms", f"p99_{metric}_ms", f"median_{metric}_gain")
-    ]
-    yield from_records(records, caption="Latency", columns=("row", *times, "median_e2el_ms"))
-    for record in records:
-        values = record.values
-        yield (
-            f"{record.case['row']}: throughput {values['request_throughput']:.2f} requests/s, "
-            f"{values['total_token_throughput']:.2f} total tokens/s, "
-            f"{values['output_throughput']:.2f} output tokens/s"
-        )
-
-
-def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, Any]]:
-    """The JSON documents of vLLM's `bench latency` or `bench throughput`.
-
-    By row and input length, or by row alone.
-    """
-    documents: dict[tuple[str | int, ...], dict[str, Any]] = {}
-    for record in result.records if not result.latencies_s else ():
-        values = record.values
-        num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
-        documents[(str(record.case["row"]),)] = {
-            "model_id": str(record.case["model"]),
-            "elapsed_time": values["duration"],
-            "num_requests": int(values["completed"]),
-            "total_num_tokens": int(num_tokens),
-            "requests_per_second": values["request_throughput"],
-            "tokens_per_second": values["total_token_throughput"],
-        }
-    for (row, length), seconds in result.latencies_s.items():
-        if row not in result.failures:
-            documents[row, length] = {
-                "model_id": str(result.records[0].case["model"]),
-                "avg_latency": float(np.mean(seconds)),
-                "latencies": list(seconds),
-                "percentiles": {
-                    f"{p}": float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES
-                },
-            }
-    return documents

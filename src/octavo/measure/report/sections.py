@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, Point, points
-from octavo.measure.report.tables import Table, filled_table, grouped, newest
+from octavo.measure.report.tables import Table, beside_ours, filled_table, grouped, newest
 
 Rows = Sequence[Measurement]
 Said = str | Callable[[Rows], str]  # a text, or what makes it of the rows
@@ -87,7 +87,7 @@ class Kind:
     def make(self, records: Rows) -> list[Section]:
         """The sections of all of these records."""
         by = self.by.split()
-        groups = grouped(records, *by).items()
+        groups = grouped(beside_ours(records), *by).items()
         return [
             self._section(dict(zip(("machine", *by), key, strict=True)), own) for key, own in groups
         ]

@@ -7,7 +7,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
@@ -17,6 +17,8 @@ Cell = Scalar | None
 Key = tuple[Cell, ...]
 
 MISSING = "–"
+# What records of an engine say of its settings.
+ENGINE_SETTINGS = ("compile", "cuda_graphs", "page_size", "max_num_batched_tokens")
 _UNITS = {
     "_tokens_per_s": "tokens/s",
     "_gb_per_s": "GB/s",
@@ -74,6 +76,25 @@ def grouped(records: Sequence[Measurement], *names: str) -> dict[Key, list[Measu
     for record in records:
         key = machine_name(record), *map(record.get, names)
         found.setdefault(key, []).append(record)
+    return found
+
+
+def beside_ours(records: Sequence[Measurement]) -> list[Measurement]:
+    """The records, in which another library's engine has the settings of ours in the same run.
+
+    Tables and plots are made for each setting of the engine, and both belong into one.
+    """
+    ours: dict[Key, Measurement] = {}
+    for record in records:
+        if record.impl == "octavo":
+            ours.setdefault((machine_name(record), record.command), record)
+    found = []
+    for record in records:
+        own = ours.get((machine_name(record), record.command))
+        if own is not None and record.impl == "vllm":
+            settings = {name: own.case[name] for name in ENGINE_SETTINGS if name in own.case}
+            record = replace(record, case={**record.case, **settings})
+        found.append(record)
     return found
 
 
