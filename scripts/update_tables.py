@@ -32,6 +32,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention": kernels.attention,
     "attention_grid": kernels.attention_grid,
     "attention_levels": kernels.attention_levels,
+    "calls": host.calls,
     "chartqa": vision.chartqa,
     "decode": kernels.decode,
     "encoder": vision.encoder,

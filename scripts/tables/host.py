@@ -1,4 +1,4 @@
-"""Tables of what calls cost the host: single ops, and vision towers without graphs."""
+"""Tables of what calls cost the host: single ops, and whole models without graphs."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from octavo.measure.report.tables import Table, to_markdown
 from tables.common import newest
 
 _IMAGES = ("model", "images", "resolution")
+_CALLS = ("model", "prompt", "new_tokens", "batch")
 
 
 def ops(results: Path) -> str:
@@ -36,5 +37,27 @@ def towers(results: Path) -> str:
         for r in found
     )
     header = ("tower and images", "recipe", "ms", "speed-up", "error of the result")
+    text = f"On an {found[0].machine.gpu}, random weights."
+    return f"{text}\n\n{to_markdown(Table(caption='', header=header, rows=rows))}\n"
+
+
+def calls(results: Path) -> str:
+    """A token of generate(), called eagerly; nothing while there are no records."""
+    path = results / "host" / "generate_h200.jsonl"
+    records = store.read(path) if path.exists() else []
+    found = newest(records, lambda r: tuple(r.case[name] for name in (*_CALLS, "recipe")))
+    if not found:
+        return ""
+    rows = tuple(
+        (
+            f"{r.case['model']}, {r.case['batch']} × {int(r.case['prompt']):,}",
+            r.case["recipe"],
+            r.values["median_ms"],
+            r.values["speedup"],
+            r.values["relative_rms"],
+        )
+        for r in found
+    )
+    header = ("model and prompts", "recipe", "ms a token", "speed-up", "error of two layers")
     text = f"On an {found[0].machine.gpu}, random weights."
     return f"{text}\n\n{to_markdown(Table(caption='', header=header, rows=rows))}\n"
