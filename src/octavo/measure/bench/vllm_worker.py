@@ -131,6 +131,3 @@ if __name__ == "__main__":
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run(sys.stdin, lines)
-    sys.stdout.flush()
-    # vLLM's threads and graphs may take long to end, and nothing of them is needed.
-    os._exit(0)
