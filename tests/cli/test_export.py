@@ -1,8 +1,10 @@
-"""octavo export, from a scale file to a folder with the scales in it."""
+"""octavo export, from a model and a scale file to a folder with FP8 weights or scales in it."""
 
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from octavo.calibration.scale_file import (
     LayerScales,
@@ -13,6 +15,7 @@ from octavo.calibration.scale_file import (
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
 from octavo_testkit.models.checkpoint_folders import LAYERS, weights, write
+from octavo_testkit.models.fp8_folders import make_plain
 
 SCALES = ScaleSet(dict.fromkeys(LAYERS, LayerScales(0.5, 0.25, 2.0)))
 
@@ -57,6 +60,86 @@ def test_what_is_missing_is_said(paths, capsys):
     assert export(model, scales.with_name("gone.json"), out) == 1
     assert "gone.json" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.fixture
+def model(tmp_path):
+    pytest.importorskip("transformers")
+    make_plain().bfloat16().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def export_weights(model, *args):
+    words = ["export", model, "-o", model.with_name("out"), *args]
+    return run(make_app(COMMANDS), [str(word) for word in words])
+
+
+def fp8_layers(folder):
+    tensors = {n: x for path in folder.glob("*.safetensors") for n, x in load_file(path).items()}
+    return {n.removesuffix(".weight") for n, x in tensors.items() if x.dtype == torch.float8_e4m3fn}
+
+
+def test_weights_in_fp8(model, capsys):
+    assert export_weights(model, "--quantization", "fp8") == 0
+    shown = capsys.readouterr()
+    said = " ".join(shown.out.split())
+    out = model.with_name("out")
+    assert f"{out}: 14 linear layers in FP8 (weights per channel, activations per token)" in said
+    sizes = [
+        sum(x.nbytes for x in load_file(f / "model.safetensors").values()) for f in (model, out)
+    ]
+    assert f"1 left alone, {sizes[0] / 1e3:.1f} kB -> {sizes[1] / 1e3:.1f} kB" in said
+    assert said.endswith(f"serve it: vllm serve {out}")
+    assert "quantizing layers" in shown.err and "14/14" in shown.err
+    assert len(fp8_layers(out)) == 14
+
+
+def test_weights_and_scales_with_ignored_layers(model, tmp_path, capsys):
+    save_scales(tmp_path / "scales.json", SCALES)
+    args = ["--scales", tmp_path / "scales.json", "--ignored-layers", "down_proj"]
+    assert export_weights(model, "--quantization", "fp8", *args) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    out = model.with_name("out")
+    assert "12 linear layers in FP8" in said and "3 left alone" in said
+    assert "with scales of q, k and v per tensor for 2 layers" in said
+    assert said.endswith(f"serve it: vllm serve {out} --kv-cache-dtype fp8")
+    assert dict(read_kv_scales(out).layers) == dict(SCALES.layers)
+    found = fp8_layers(out)
+    assert len(found) == 12 and not any("down_proj" in name for name in found)
+
+
+def test_a_recipe_has_the_other_kinds(model, tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    path.write_text('ignored_layers = ["self_attn"]\nlinear = {activation = "none"}\n')
+    assert export_weights(model, "--recipe", path) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "6 linear layers in FP8 (weights per channel, activations in the model's dtype)" in said
+    assert export_weights(model, "--recipe", path, "--quantization", "fp8") == 1
+    assert "expected --recipe or the flags that fill one" in capsys.readouterr().err
+    path.write_text('kv_cache = "fp8"\n')
+    assert export_weights(model, "--recipe", path) == 1
+    assert "linear layers alone, got none" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ([], 2, "expected --quantization fp8, --scales or --recipe, got none"),
+        (["--quantization", "int8"], 1, "expected --quantization fp8, or none; got 'int8'"),
+        (["--ignored-layers", "down_proj"], 1, "--ignored-layers needs --quantization fp8"),
+        (["--quantization", "fp8", "--ignored-layers", "img_mlp"], 1, "img_mlp"),
+        (["--quantization", "fp8", "--ignored-layers", "k_proj"], 1, "one product"),
+        (
+            ["--quantization", "fp8", "--format", "modelopt"],
+            1,
+            "expected --format compressed-tensors with FP8 weights, got modelopt",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_said(args, code, said, model, capsys):
+    assert export_weights(model, *args) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert list(model.parent.iterdir()) == [model]
 
 
 def test_unknown_formats_are_wrong_usage(paths):

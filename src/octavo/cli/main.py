@@ -65,8 +65,8 @@ _LINES = {
         "octavo eval chartqa",
     ),
     "export": (
-        "A checkpoint that carries the scales of its KV cache, for vLLM and others.",
-        "octavo export path/to/model --scales scales.json -o path/to/new",
+        "A checkpoint with FP8 weights, or scales of its KV cache, for vLLM and others.",
+        "octavo export path/to/model --quantization fp8 -o path/to/new",
     ),
     "image": (
         "Images and videos from words, in FP8, and beside BF16 with scores.",

@@ -89,7 +89,7 @@ def export_checkpoint(
     scales; ConfigError if the target is in the way; UnsupportedError if the format has no place
     for such scales.
     """
-    _check_target(source, target)
+    check_target(source, target)
     scale_set.require_plain_keys("a checkpoint")
     plan = _make_plan(source, scale_set, format)
     with temporary_path(target.absolute().parent, is_folder=True) as temporary:
@@ -108,7 +108,8 @@ def export_checkpoint(
     )
 
 
-def _check_target(source: Path, target: Path) -> None:
+def check_target(source: Path, target: Path) -> None:
+    """Raise ConfigError unless a new folder can be written at the target."""
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"expected an existing folder for {target}, got none")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -117,6 +118,12 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"expected a new or empty folder, got {target} with files in it")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"expected a folder outside of {source}, got {target}")
+
+
+def check_scales(source: Path, scale_set: ScaleSet) -> None:
+    """Raise whatever `export_checkpoint` would find wrong with these scales for this checkpoint."""
+    scale_set.require_plain_keys("a checkpoint")
+    _make_plan(source, scale_set, "compressed-tensors")
 
 
 def _make_plan(source: Path, scale_set: ScaleSet, format: Format) -> _Plan:
@@ -156,7 +163,7 @@ def _make_plan(source: Path, scale_set: ScaleSet, format: Format) -> _Plan:
         scales[layer] = LayerScales(numbers.get("q"), numbers["k"], numbers["v"])
         for part, x in written.items():
             tensors[form.format(layer=layer, part=part)] = x.reshape(shape)
-    copies = _files_to_copy(files, {*contents, INDEX_NAME})
+    copies = files_to_copy(files, {*contents, INDEX_NAME})
     contents[INDEX_NAME] = _make_index(files, copies, tensors)
     return _Plan(strategy, scales, tensors, contents, copies)
 
@@ -207,7 +214,7 @@ def _as_written(
     return written
 
 
-def _files_to_copy(files: CheckpointFiles, written: set[str]) -> dict[Path, str]:
+def files_to_copy(files: CheckpointFiles, written: set[str]) -> dict[Path, str]:
     """Every file of the source that comes along, and its new name.
 
     Not those that are written anew, nor what is in hidden folders, which belongs to git and others.
@@ -245,10 +252,10 @@ def _write(plan: _Plan, folder: Path, on_file: Callable[[int, int], None]) -> in
         num_linked += is_linked
         if not is_linked:
             shutil.copyfile(path, copy)
-            _sync(copy)
+            sync(copy)
         on_file(done, total)
     save_file(dict(plan.tensors), folder / SCALES_NAME, metadata={"format": "pt"})
-    _sync(folder / SCALES_NAME)
+    sync(folder / SCALES_NAME)
     for name, document in plan.contents.items():
         # As transformers lays it out.
         text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
@@ -256,8 +263,8 @@ def _write(plan: _Plan, folder: Path, on_file: Callable[[int, int], None]) -> in
     return num_linked
 
 
-def _sync(path: Path) -> None:
-    # The folder gets its name when all of it is on the disk.
+def sync(path: Path) -> None:
+    """Bring a file to the disk: a folder gets its name once all of it is there."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

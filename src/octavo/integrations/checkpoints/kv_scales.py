@@ -109,11 +109,11 @@ def match_layers(names: Iterable[str], targets: Sequence[str]) -> dict[str, str]
     known = set(targets)
     by_key: dict[tuple[str, ...], list[str]] = {}
     for target in targets:
-        by_key.setdefault(_layer_key(target), []).append(target)
+        by_key.setdefault(layer_key(target), []).append(target)
     found: dict[str, str] = {}
     unmatched = []
     for name in names:
-        match [name] if name in known else by_key.get(_layer_key(name), []):
+        match [name] if name in known else by_key.get(layer_key(name), []):
             case [target]:
                 found[name] = target
             case []:
@@ -136,9 +136,10 @@ def match_layers(names: Iterable[str], targets: Sequence[str]) -> dict[str, str]
     return found
 
 
-def _layer_key(name: str) -> tuple[str, ...]:
+def layer_key(name: str) -> tuple[str, ...]:
+    """What the names of one layer have in common: all but the modules around the language model."""
     stack, number = split_number(name)
-    before, _, after = stack.partition("*") if number is not None else ("", "", stack)
+    before, _, after = stack.partition("*") if number is not None else (stack, "", "")
     kept = [part for part in before.split(".") if part not in _WRAPPERS]
     return (*kept, str(number), after)
 
