@@ -304,8 +304,9 @@ def test_an_endless_schema_holds_up_nobody_and_not_the_end():
                 time.sleep(0.01)
             start_s = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(20) == 0
-            assert time.monotonic() - start_s < 1.0 + 6
+            assert server.process.wait(25) == 0
+            # An idle machine takes 4 s, one with three times as much to do 15.
+            assert time.monotonic() - start_s < 20
         assert "Traceback" not in server.log(), server.log()
 
 
