@@ -10,6 +10,10 @@ SLOW_READY := $(VENV)/.slow-ready
 # The newest Triton that kernels are compiled with; the tests' own is the one in constraints.txt.
 NEWEST_TRITON := 3.9.0
 NEWEST_PATH := $(VENV)/triton-$(NEWEST_TRITON)
+# vLLM has its own environment: it pins torch and much else. It is vLLM's package for CPUs.
+VLLM_VENV := $(VENV)-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_TESTS := tests/vllm_engine
 JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
@@ -21,7 +25,7 @@ run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage ||
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "passed: $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-slow test-gpu bench tables docs dist clean \
+.PHONY: help setup demo check lint types test test-slow test-vllm test-gpu bench tables docs dist clean \
 	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton \
 	test-slow-alone
 
@@ -96,6 +100,17 @@ $(NEWEST_PATH): | $(READY)
 test-newest-triton: $(NEWEST_PATH)
 	PYTHONPATH=$(NEWEST_PATH) $(BIN)/pytest $(SLOW) tests/kernels/test_launching.py
 
+# PyPI's torchvision, torchaudio and torchcodec are made for CUDA, and do not load beside this torch.
+$(VLLM_READY): $(VLLM_TESTS)/requirements.txt $(VLLM_TESTS)/stub/pyproject.toml pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $(VLLM_TESTS)/requirements.txt
+	$(VLLM_VENV)/bin/pip uninstall -qq -y torchaudio torchcodec torchvision
+	$(VLLM_VENV)/bin/pip install -qq --no-deps --no-build-isolation ./$(VLLM_TESTS)/stub -e .
+	@touch $@
+
+test-vllm: $(VLLM_READY)  ## octavo inside vLLM's engine, on a CPU; the first time installs vLLM
+	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m vllm -p no:cacheprovider $(VLLM_TESTS)
+
 test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels --ignore=tests/cache --ignore=tests/integrations --ignore=tests/serving
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m 'gpu and slow' -p no:cacheprovider tests/integrations
@@ -117,5 +132,5 @@ dist: $(READY)  ## build the wheel and the sdist, check them, and lint the Docke
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/hadolint Dockerfile
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage .cache site dist
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .coverage .cache site dist

@@ -1,0 +1,63 @@
+"""The entry point `vllm.general_plugins`: tells vLLM what octavo offers, and takes over nothing.
+
+vLLM calls `register` in every process. What is asked for decides what runs: octavo's attention by
+`--attention-backend OCTAVO`, its linear layers by `--quantization octavo`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from octavo.integrations.vllm.names import BACKEND, LOGGER, QUANTIZATION, TESTED
+
+_BACKENDS = "octavo.integrations.vllm.backend"
+
+
+def untested(version: str) -> str | None:
+    """What to say of a version of vLLM that the plug-in is not tested with; None if it is."""
+    release = re.match(r"\d+\.\d+", version)
+    if release and release[0] in TESTED:
+        return None
+    wanted = " or ".join(f"{minor}.*" for minor in TESTED)
+    return (
+        f"octavo leaves vLLM {version} alone: its plug-in is tested with vLLM {wanted} only, so "
+        f"--attention-backend {BACKEND} and --quantization {QUANTIZATION} do not exist here"
+    )
+
+
+def register() -> None:
+    """Make octavo's backend and quantization known to vLLM, under their names; once or often."""
+    from vllm.logger import init_logger
+    from vllm.version import __version__
+
+    if warning := untested(__version__):
+        init_logger(LOGGER).warning(warning)
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from octavo.integrations.vllm.linear import OctavoLinearConfig
+
+    backend_member()
+    if current_platform.is_cpu():
+        # A CPU always gets CPU_ATTN, whatever --attention-backend says. The class that stands in
+        # for it is vLLM's own unless OCTAVO was asked for.
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.CpuBackend")
+    register_quantization_config(QUANTIZATION)(OctavoLinearConfig)
+
+
+def backend_member() -> Any:
+    """vLLM's name for octavo's backend, made if this process has none."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND, f"{_BACKENDS}.OctavoBackend")
+        # vLLM's processes get the name with their settings, before they load any plug-in.
+        AttentionBackendEnum[BACKEND].__reduce_ex__ = _reduce
+    return AttentionBackendEnum[BACKEND]
+
+
+def _reduce(protocol: object) -> tuple[Callable[[], Any], tuple[()]]:
+    """How the name is pickled: as the function that makes it."""
+    return backend_member, ()
