@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from octavo.integrations.vllm import plugin
+from octavo.integrations.vllm import names, plugin
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,3 +56,13 @@ def test_an_untested_version_is_left_alone(monkeypatch, caplog):
         plugin.register()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "octavo leaves vLLM 0.99.1 alone" in caplog.text
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_a_gpu_is_warned_of(monkeypatch, caplog, is_cuda):
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.logger", SimpleNamespace(init_logger=logging.getLogger))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    names.warn_on_gpu()
+    assert ("tested on CPUs only" in caplog.text) == is_cuda

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from octavo.errors import UnsupportedError
 from octavo.integrations.vllm.attention import OctavoAttention
 from octavo.integrations.vllm.batch import Batch, Requests, count_decodes
-from octavo.integrations.vllm.names import BACKEND, LOGGER
+from octavo.integrations.vllm.names import BACKEND, LOGGER, warn_on_gpu
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 MAX_HEAD_SIZE = 256
@@ -155,6 +155,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         num_drafted = (speculative and speculative.num_speculative_tokens) or 0
         # Requests with so few query tokens come first in every batch.
         self.reorder_batch_threshold = min(1 + num_drafted, MAX_QUERY_TOKENS)
+        warn_on_gpu()
         is_fp8 = any(layer.impl.is_fp8 for layer in self._layers())
         init_logger(LOGGER).info(
             "octavo runs attention in %d layers, over a KV cache in %s",

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from octavo.brief import list_names
 from octavo.errors import UnsupportedError
-from octavo.integrations.vllm.names import FP8, LOGGER, QUANTIZATION
+from octavo.integrations.vllm.names import FP8, LOGGER, QUANTIZATION, warn_on_gpu
 from octavo.integrations.vllm.settings import LinearChoice, read_settings
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
@@ -96,6 +96,7 @@ class OctavoLinearConfig(QuantizationConfig):
         if self._is_checked or self.choice is None:
             return
         self._is_checked = True
+        warn_on_gpu()
         logger, choice = init_logger(LOGGER), self.choice
         if self._has_all_layers:
             choice.check()

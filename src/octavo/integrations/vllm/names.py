@@ -1,4 +1,4 @@
-"""The names by which vLLM knows octavo, and the versions of vLLM that it knows."""
+"""The names by which vLLM knows octavo, and what octavo was tested with inside it."""
 
 # The minor versions that the plug-in is tested with, by `make test-vllm`.
 TESTED = ("0.32",)
@@ -8,3 +8,15 @@ QUANTIZATION = "octavo"
 LOGGER = "vllm.plugins.octavo"
 # vLLM's words for a KV cache in e4m3.
 FP8 = ("fp8", "fp8_e4m3")
+
+
+def warn_on_gpu() -> None:
+    """Say that nobody has run the plug-in on a GPU, where it is about to run on one."""
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        init_logger(LOGGER).warning(
+            "octavo's plug-in has been tested on CPUs only: compare its answers with vLLM's own "
+            "before you rely on them"
+        )
