@@ -149,17 +149,13 @@ def test_an_attack_disturbs_nobody():
         url = urlsplit(server.base_url)
         place = url.hostname, url.port
         asyncio.run(crowd(*place))  # warms up
-        rounds, memory = [], [server.memory()]
-        quiet = rounds
-        while len(rounds) < NUM_ROUNDS or (len(quiet) < NUM_ROUNDS and len(rounds) < MAX_ROUNDS):
+        rounds, quiet, memory = [], [], [server.memory()]
+        while len(rounds) < MAX_ROUNDS and len(quiet) < NUM_ROUNDS:
             found, used = run_round(server, place)
             rounds.append(found)
             memory.append(used)
-            quiet = [one for one in rounds if one.machine_s < MAX_MACHINE_STALL_S]
-        counted = sorted(rounds, key=lambda one: one.machine_s)[:NUM_ROUNDS]
-        assert min(one.answered for one in counted) >= MIN_ANSWERED, rounds
-        assert max(one.stall_s for one in counted) <= MAX_STALL_S, rounds
-        assert statistics.median(one.ratio for one in counted) < MAX_SLOWDOWN, rounds
+            if found.machine_s < MAX_MACHINE_STALL_S:
+                quiet.append(found)
         peak = max(one["peak_bytes"] for one in memory[1:])
         assert peak - memory[0]["all_bytes"] < MAX_GROWN_BYTES, memory
         # The first round fills caches; what the last ones add would be a leak. Workers are not
@@ -169,6 +165,11 @@ def test_an_attack_disturbs_nobody():
         assert memory[-1]["num_tasks"] <= memory[0]["num_tasks"] + 2, memory
         log = server.log()
         assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
+    if not quiet:
+        pytest.skip(f"the machine itself stood still in all {MAX_ROUNDS} rounds: {rounds}")
+    assert min(one.answered for one in quiet) >= MIN_ANSWERED, rounds
+    assert max(one.stall_s for one in quiet) <= MAX_STALL_S, rounds
+    assert statistics.median(one.ratio for one in quiet) < MAX_SLOWDOWN, rounds
 
 
 def check(statuses):
