@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_cache import drop_step_cache_ as drop_step_cache_
     from octavo.integrations.diffusers.step_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.step_cache import use_step_cache_ as use_step_cache_
+    from octavo.integrations.load_fp8 import load_fp8 as load_fp8
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate import calibrate_kv as calibrate_kv
-    from octavo.integrations.transformers.load import load_fp8 as load_fp8
     from octavo.integrations.transformers.quantizer import OctavoConfig as OctavoConfig
     from octavo.layers.scaled_dot_product_attention import (
         ScaledDotProductAttention as ScaledDotProductAttention,
@@ -87,7 +87,7 @@ _NAMES = {
         "count_cached_steps drop_step_cache_ fit_tea_cache use_step_cache_"
     ),
     "integrations.transformers.calibrate": "calibrate calibrate_kv",
-    "integrations.transformers.load": "load_fp8",
+    "integrations.load_fp8": "load_fp8",
     "integrations.transformers.quantizer": "OctavoConfig",
     "layers.scaled_dot_product_attention": "ScaledDotProductAttention",
     "layers.warmup": "warmup",

@@ -141,6 +141,7 @@ _USED: dict[str, dict[str, str]] = {
         "diffusers.models.transformers.transformer_z_image": "ZSingleStreamAttnProcessor",
     },
     "octavo's quantizer for diffusers": {
+        "diffusers.ModelMixin": "_keys_to_ignore_on_load_unexpected",
         "diffusers.quantizers.auto": "AUTO_QUANTIZATION_CONFIG_MAPPING AUTO_QUANTIZER_MAPPING",
         "diffusers.DiffusersQuantizer": "_process_model_after_weight_loading "
         "_process_model_before_weight_loading",

@@ -170,8 +170,8 @@ def drop_weight(tensors):
     del tensors[f"{LAYER}.weight"]
 
 
-def round_scale(tensors):
-    tensors[f"{LAYER}.weight_scale"] = tensors[f"{LAYER}.weight_scale"].bfloat16()
+def rename_weight(tensors):
+    tensors["x_embedder_2.weight"] = tensors.pop("x_embedder.weight")
 
 
 def spoil_scale(tensors):
@@ -198,14 +198,14 @@ def drop_all_scales(tensors):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_scale, "expected a weight_scale beside FP8 data"),
-        (drop_weight, f"{LAYER}: expected weight in the files"),
-        (round_scale, "expected float32, got torch.bfloat16"),
+        (drop_scale, f"{LAYER}: expected weight_scale for its FP8 weight"),
+        (drop_weight, f"got '{LAYER}.weight_scale"),
+        (rename_weight, "expected tensors of FluxTransformer2DModel, got 'x_embedder_2.weight'"),
         (spoil_scale, "expected positive finite scales"),
-        (shorten_scale, r"expected shape \[32\], got \[31\]"),
-        (widen_weight, "expected FP8 data, got torch.bfloat16"),
-        (add_scale, "got some of .?no_such_layer"),
-        (drop_all_scales, "expected FP8 layers with weight_scale"),
+        (shorten_scale, r"expected shape \[32\] or \[32, 1\] .*got \[31\]"),
+        (widen_weight, f"got '{LAYER}.weight_scale"),
+        (add_scale, "got 'no_such_layer.weight_scale"),
+        (drop_all_scales, "expected weight_scale for its FP8 weight"),
     ],
 )
 def test_broken_files_raise(change, message, saved):

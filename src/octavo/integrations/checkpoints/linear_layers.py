@@ -3,14 +3,15 @@
 model.layers.0.mlp.up_proj.weight             F8_E4M3: this is what makes a layer FP8
 model.layers.0.mlp.up_proj.weight_scale       one, one per output or one per block
 model.layers.0.mlp.up_proj.weight_scale_inv   the same by its other name: no reciprocal
-model.layers.0.mlp.up_proj.input_scale        static activations; also activation_scale
+model.layers.0.mlp.up_proj.scale_weight       the same in ComfyUI's files
+model.layers.0.mlp.up_proj.input_scale        static activations; also activation_scale, scale_input
 model.layers.0.mlp.up_proj.weight_zero_point  zeros
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +25,16 @@ from octavo.numerics.granularity import PerBlock, PerChannel, parse_granularity
 from octavo.recipe import LinearSettings
 
 FP8 = "F8_E4M3"
-WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
-INPUT_SCALES = ("input_scale", "activation_scale")
+# What shares a scale in a weight, as LinearSettings has it.
+Granularity = Literal["tensor", "channel", "block 128x128"]
+WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight")
+INPUT_SCALES = ("input_scale", "activation_scale", "scale_input")
 ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 COMPANIONS = (*WEIGHT_SCALES, *INPUT_SCALES, *ZERO_POINTS)
 # Other writers' parts of a quantized weight: whoever has one means something that we do not run.
 _FOREIGN = re.compile(
-    r"(?:weight|input|activation|output|pre_quant)_(?:global_)?scale\w*|\w*_zero_point|\w*_?amax"
+    r"(?:weight|input|activation|output|pre_quant)_(?:global_)?scale\w*|scale_(?:weight|input)"
+    r"|\w*_zero_point|\w*_?amax"
     r"|weight_(?:packed|shape|g_idx)|qweight|qzeros|g_idx|bitmask|\w*_quantizer"
 )
 # As safetensors calls them, or torch.
@@ -145,12 +149,60 @@ def read_linear(
     return StoredLinear(weight, scale.reshape(shape), input_scale, shards)
 
 
+def check_finite(layer: str, weight: Tensor) -> None:
+    """Raise CheckpointError for NaN in an FP8 weight."""
+    # In e4m3 all bits but the sign mean NaN, which torch does not look for in FP8.
+    if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"{layer}: expected a finite weight, got NaN in it")
+
+
+def infer_linear_scheme(tensors: Mapping[str, TensorEntry]) -> LinearSettings:
+    """How FP8 layers are quantized, by the shapes of their scales: what no config says.
+
+    CheckpointError if the layers differ, or have no scales.
+    """
+    found: dict[tuple[Granularity, bool], str] = {}
+    for layer, weight in find_linear(tensors).items():
+        scale = _only(tensors, layer, WEIGHT_SCALES)
+        if scale is None:
+            raise CheckpointError(
+                f"{layer}: expected a scale for its FP8 weight, as no config says how it is "
+                "quantized, got none"
+            )
+        is_static = _only(tensors, layer, INPUT_SCALES) is not None
+        found.setdefault((_granularity_of(weight, scale), is_static), layer)
+    if len(found) > 1:
+        told = "; ".join(
+            f"{layer} per {granularity} with {'an' if is_static else 'no'} input scale"
+            for (granularity, is_static), layer in found.items()
+        )
+        raise CheckpointError(f"expected one scheme for all layers, got {told}")
+    ((granularity, is_static),) = found
+    return LinearSettings(weight=granularity, scaling="static" if is_static else "dynamic")
+
+
+def _granularity_of(weight: TensorEntry, scale: TensorEntry) -> Granularity:
+    """What shares a scale in a weight, by the scale's shape."""
+    choices: tuple[Granularity, ...] = ("tensor", "channel", "block 128x128")
+    shapes = {one: parse_granularity(one).scale_shape(weight.shape) for one in choices}
+    for granularity, shape in shapes.items():
+        is_column = len(shape) < 2 and scale.shape == (*shape, 1)
+        if scale.shape == shape or is_column:
+            return granularity
+    told = " or ".join(str(list(shape)) for shape in shapes.values())
+    raise CheckpointError(
+        f"{brief(scale.name)}: expected shape {told} for a weight {list(weight.shape)}, got "
+        f"{list(scale.shape)}"
+    )
+
+
 def _only(
     tensors: Mapping[str, TensorEntry], layer: str, names: Sequence[str]
 ) -> TensorEntry | None:
     found = [tensors[f"{layer}.{name}"] for name in names if f"{layer}.{name}" in tensors]
     if len(found) > 1:
-        raise CheckpointError(f"{layer}: expected one of {' and '.join(names)}, got both")
+        told = " and ".join(entry.name.rpartition(".")[2] for entry in found)
+        raise CheckpointError(f"{layer}: expected one scale, got both {told}")
     return found[0] if found else None
 
 

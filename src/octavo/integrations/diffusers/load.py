@@ -3,21 +3,36 @@
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
 from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.linear_layers import check_plain
-from octavo.integrations.checkpoints.scheme import find_quantization_config
+from octavo.integrations.checkpoints.linear_layers import FP8, check_plain, infer_linear_scheme
+from octavo.integrations.checkpoints.scheme import (
+    find_format,
+    find_quantization_config,
+    read_linear_scheme,
+)
 from octavo.integrations.checkpoints.tensor_files import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
+    read_headers,
     read_json,
 )
+from octavo.integrations.diffusers.quantizer import QUANT_METHOD, OctavoDiffusersConfig
+from octavo.integrations.diffusers.single_file import load_single_file
 from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
-from octavo.integrations.transformers.load import choose_device, loading, read_dtypes, register_fp8
+from octavo.integrations.transformers.load import (
+    choose_device,
+    loading,
+    read_dtypes,
+    register_fp8,
+)
+from octavo.integrations.transformers.text_encoder import load_text_encoder
+from octavo.recipe import LinearSettings
 
 INDEX = "model_index.json"
 
@@ -37,7 +52,6 @@ def load_pipeline(
         pipe = SMALL_IMAGE_MODEL.load(name, dtype)
     else:
         _check_folder(name)
-        _check_components(Path(name))
         pipe = _from_pretrained(name, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
@@ -64,28 +78,92 @@ def _check_folder(name: str) -> None:
         )
 
 
-def _check_components(folder: Path) -> None:
-    """Raise for FP8 weights whose scales neither diffusers nor transformers would take."""
-    for path in sorted(folder.glob(f"*/{CONFIG_NAME}")):
-        part, settings = path.parent, find_quantization_config(read_json(path) or {}) or {}
-        is_modelopt = str(settings.get("quant_method", "")).startswith("modelopt")
-        if is_modelopt or (part / HF_QUANT_CONFIG_NAME).is_file():
-            raise CheckpointError(
-                f"{part}: expected plain weights, or such as octavo saves, got ModelOpt's: take "
-                "the pipeline in BF16"
-            )
-        if not settings:
-            try:
-                check_plain(read_dtypes(sorted(part.glob("*.safetensors"))))
-            except CheckpointError as error:
-                raise CheckpointError(f"{part}: {error}") from None
+def _load_fp8_parts(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The components with FP8 weights that neither diffusers nor transformers would load right.
+
+    diffusers reads the quantization_config of a config.json by octavo's quantizer; it does not know
+    ModelOpt's own file, nor a component without either. transformers leaves scales behind.
+    """
+    index = read_json(folder / INDEX) or {}
+    found = {}
+    for name, value in index.items():
+        part = folder / name
+        if not isinstance(value, list) or not (part / CONFIG_NAME).is_file():
+            continue
+        try:
+            settings = _stored_settings(part)
+            if settings is not None:
+                library, kind = value
+                found[name] = _load_fp8_part(library, kind, part, settings, dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{part}: {error}") from None
+    return found
+
+
+def _load_fp8_part(
+    library: str, kind: str, part: Path, settings: LinearSettings, dtype: torch.dtype
+) -> nn.Module:
+    if library == "diffusers":
+        return _load_folder(getattr(diffusers, kind), part, settings, dtype=dtype)
+    if library == "transformers":
+        return load_text_encoder(kind, part, settings, dtype)
+    raise CheckpointError(f"expected FP8 weights of diffusers or transformers, got {library}'s")
+
+
+def _stored_settings(part: Path) -> LinearSettings | None:
+    """How a component's FP8 weights are quantized; None if they are plain, or octavo's own."""
+    config, hf_quant_config = (read_json(part / n) for n in (CONFIG_NAME, HF_QUANT_CONFIG_NAME))
+    said = find_quantization_config(config or {})
+    if said is not None and said.get("quant_method") == QUANT_METHOD:
+        return None
+    files = sorted(part.glob("*.safetensors"))
+    if said is not None or hf_quant_config is not None:
+        is_fp8 = find_format(config or {}, hf_quant_config) == "fp8"
+        return read_linear_scheme(config or {}, hf_quant_config) if is_fp8 else None
+    tensors = read_headers(files)
+    if any(entry.dtype == FP8 for entry in tensors.values()):
+        return infer_linear_scheme(tensors)
+    check_plain(read_dtypes(files))
+    return None
+
+
+def load_fp8_model(kind: Any, name: str, **options: Any) -> nn.Module:
+    """A model of diffusers from a folder or one file with FP8 weights; see `octavo.load_fp8`."""
+    path = Path(name)
+    with loading(name, "weights in FP8"):
+        if path.is_file():
+            return load_single_file(kind, path, **options)
+        part = path / str(options.pop("subfolder", ""))
+        settings = _stored_settings(part) if part.is_dir() else None
+        if settings is not None:
+            return _load_folder(kind, part, settings, **options)
+        if not part.is_dir():
+            raise ConfigError(f"expected a folder or a file with FP8 weights, got none at {part}")
+        model: nn.Module = kind.from_pretrained(part, **options)
+        if getattr(model, "hf_quantizer", None) is None:
+            raise CheckpointError(f"{part}: expected weights in FP8, got plain ones")
+        return model
+
+
+def _load_folder(kind: Any, folder: Path, settings: LinearSettings, **options: Any) -> nn.Module:
+    """A model of diffusers whose files have FP8 weights, quantized as the settings say."""
+    if (read_json(folder / CONFIG_NAME) or {}).get("quantization_config") is None:
+        config = OctavoDiffusersConfig(settings)
+        config.is_stored = True
+        options["quantization_config"] = config
+    model: nn.Module = kind.from_pretrained(folder, **options)
+    return model
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
     register_fp8()  # text encoders are transformers' own
     try:
         with loading(name, "a pipeline of diffusers"):
-            pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+            options = {"dtype": dtype, "trust_remote_code": False}
+            if not Path(name).is_dir():
+                name = DiffusionPipeline.download(name, trust_remote_code=False)
+            parts = _load_fp8_parts(Path(name), dtype)
+            pipe = DiffusionPipeline.from_pretrained(name, **options, **parts)
     # A class that diffusers does not have is an AttributeError.
     except (AttributeError, RuntimeError) as error:
         raise CheckpointError(

@@ -3,20 +3,25 @@
 Importing this file adds octavo to diffusers' quantizers: they are two dictionaries.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.quantizers.base import DiffusersQuantizer
-from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from diffusers.quantizers.quantization_config import NVIDIAModelOptConfig, QuantizationConfigMixin
 from torch import Tensor, nn
 
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.checkpoints import linear_layers
+from octavo.integrations.checkpoints.scheme import read_linear_scheme
+from octavo.integrations.checkpoints.tensor_files import TensorEntry, read_headers
 from octavo.integrations.diffusers.linear import as_patterns_see, kept_layers, use_faster_forms_
 from octavo.integrations.fused_layers import shards_of
-from octavo.integrations.linear import plan_linear
+from octavo.integrations.linear import plan_linear, put_linear_
 from octavo.internals import internals, require
 from octavo.layers.linear import Fp8Linear
 from octavo.patterns import match_layers
@@ -25,16 +30,25 @@ from octavo.recipe import LinearSettings, Recipe
 with internals("diffusers"):
     from diffusers.quantizers import auto
 
-require("diffusers.DiffusersQuantizer", "diffusers.quantizers.auto")
+require(
+    "diffusers.DiffusersQuantizer",
+    "diffusers.ModelMixin._keys_to_ignore_on_load_unexpected",
+    "diffusers.quantizers.auto",
+)
 
 QUANT_METHOD = "octavo"
+FILE_METHOD = "octavo-file"  # while one is loaded by single_file.py; never in a config.json
+# Other writers' words for formats that octavo reads; diffusers knows the first for another purpose.
+FOREIGN_METHODS = ("modelopt", "compressed-tensors", "fp8")
 _SCALES = (".weight_scale", ".input_scale")
+_COMPANIONS = tuple(f".{name}" for name in linear_layers.COMPANIONS)
 
 
 class QuantMethod(StrEnum):
     """What diffusers asks a config for: a string with a `value`."""
 
     OCTAVO = QUANT_METHOD
+    FILE = FILE_METHOD
 
 
 class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -45,6 +59,9 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
     those whose weight alone is quantized, "modulation" too; one that matches nothing is an error.
     Pipelines take it in PipelineQuantizationConfig(quant_mapping={…}).
     """
+
+    # Whether the files have FP8 weights already, though their config.json may not say so.
+    is_stored = False
 
     def __init__(
         self,
@@ -85,6 +102,20 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
     to_diff_dict = to_dict  # all of it is shown
 
 
+class ForeignConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Reads the quantization_config of FP8 models that others wrote, as diffusers asks for it."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Octavo's config of the same meaning; CheckpointError if it has none.
+
+        A config with quant_type is diffusers' own, which quantizes by ModelOpt's library.
+        """
+        if "quant_type" in config_dict:
+            return NVIDIAModelOptConfig.from_dict(config_dict, **kwargs)
+        return OctavoDiffusersConfig(read_linear_scheme({"quantization_config": config_dict}))
+
+
 class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """Quantizes the weights of a diffusers model one by one, as its files are read.
 
@@ -98,7 +129,9 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: OctavoDiffusersConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._stored_scales: frozenset[str] = frozenset()
+        self.pre_quantized |= quantization_config.is_stored
+        self._tensors: dict[str, TensorEntry] = {}
+        self._stored: dict[str, linear_layers.StoredLinear] = {}
         self._fp8_names: frozenset[str] = frozenset()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -114,23 +147,33 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return torch.float32 if torch_dtype is None else torch_dtype
 
     def maybe_update_loaded_keys(
-        self, loaded_keys: list[str], checkpoint_files: list[str]
+        self, loaded_keys: list[str], checkpoint_files: Sequence[str | Path]
     ) -> list[str]:
-        """Take note of the layers that have scales."""
-        self._stored_scales = frozenset(key for key in loaded_keys if key.endswith(_SCALES))
-        return loaded_keys
+        """Read what the files have; diffusers gets octavo's names of scales, whoever wrote them."""
+        if not self.pre_quantized:
+            return loaded_keys
+        if others := [
+            str(file) for file in checkpoint_files if Path(file).suffix != ".safetensors"
+        ]:
+            raise CheckpointError(f"expected FP8 weights in safetensors, got {list_names(others)}")
+        self._tensors = read_headers(map(Path, checkpoint_files))
+        keys = [key for key in loaded_keys if not key.endswith(_COMPANIONS)]
+        leaves = _SCALES if self.quantization_config.linear.scaling == "static" else _SCALES[:1]
+        layers = linear_layers.find_linear(self._tensors)
+        return keys + [layer + leaf for layer in layers for leaf in leaves]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        config = self.quantization_config
+        layers = self._stored_layers(model) if self.pre_quantized else self._planned_layers(model)
+        self._place(model, layers)
         if self.pre_quantized:
-            layers = self._stored_layers(model)
-        else:
-            kept = kept_layers(model, config.included_layers)
-            plan = plan_linear(model, config.ignored_layers, kept, config.weight_only_layers)
-            layers = {name: plan.settings_of(name, config.linear) for name in plan.chosen}
+            self._check_names(model)
+
+    def _place(self, model: nn.Module, layers: Mapping[str, LinearSettings]) -> None:
+        """Put FP8 layers without weights where plain ones were."""
         for name, settings in layers.items():
             plain = model.get_submodule(name)
             assert isinstance(plain, nn.Linear)
+            stored = self._stored.get(name)
             made = Fp8Linear(
                 plain.in_features,
                 plain.out_features,
@@ -138,49 +181,81 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 bias=plain.bias is not None,
                 dtype=plain.weight.dtype,
                 device=plain.weight.device,
-                shards=shards_of(model, name, plain, settings),
+                shards=stored.shards if stored else shards_of(model, name, plain, settings),
                 name=name,
             )
             made.is_converted = True
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, made)
+            put_linear_(model, (name,), made)
         self._fp8_names = frozenset(layers)
 
-    def _stored_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
+    def _planned_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
+        """The layers of a plain model that are to be quantized."""
         config = self.quantization_config
-        names = list(dict.fromkeys(key.rpartition(".")[0] for key in sorted(self._stored_scales)))
-        if not names:
+        kept = kept_layers(model, config.included_layers)
+        plan = plan_linear(model, config.ignored_layers, kept, config.weight_only_layers)
+        return {name: plan.settings_of(name, config.linear) for name in plan.chosen}
+
+    def _stored_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
+        """The layers that are FP8 in the files, whose scales are read here."""
+        config, found = self.quantization_config, linear_layers.find_linear(self._tensors)
+        linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+        if unknown := [name for name in found if name not in linears]:
             raise CheckpointError(
-                f"expected FP8 layers with weight_scale in {type(model).__name__}, whose config "
-                "says that octavo quantized it; got none"
-            )
-        linears = {name for name, part in model.named_modules() if type(part) is nn.Linear}
-        if unknown := [name for name in names if name not in linears]:
-            raise CheckpointError(
-                "expected scales of the model's own linear layers, got some of "
+                f"expected FP8 weights of linear layers of {type(model).__name__}, got some of "
                 f"{list_names(unknown)}"
             )
-        layers = [layer for layer in as_patterns_see(model) if layer.name in names]
+        for name, entry in found.items():
+            if entry.shape != (shape := tuple(linears[name].weight.shape)):
+                raise CheckpointError(
+                    f"{name}: expected a weight {list(shape)}, got {list(entry.shape)}"
+                )
+        layers = [layer for layer in as_patterns_see(model) if layer.name in found]
         try:
             hits = {layer.name for layer in match_layers(config.weight_only_layers, layers)}
         except ConfigError as error:
             raise CheckpointError(f"weight_only_layers of the saved config: {error}") from None
         settings, alone = config.linear, config.linear.weight_only()
-        return {name: alone if name in hits else settings for name in names}
+        chosen = {name: alone if name in hits else settings for name in found}
+        self._stored = {
+            name: linear_layers.read_linear(self._tensors, name, own, {})
+            for name, own in chosen.items()
+        }
+        return chosen
+
+    def _check_names(self, model: nn.Module) -> None:
+        """Raise for tensors that the model does not have; diffusers would only warn."""
+        own: Any = model
+        patterns = own._keys_to_ignore_on_load_unexpected or ()
+        found = {name for name in self._tensors if not name.endswith(_COMPANIONS)}
+        unknown = [
+            name
+            for name in sorted(found - model.state_dict().keys())
+            if not any(re.search(pattern, name) for pattern in patterns)
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"expected tensors of {type(model).__name__}, got {list_names(unknown)}"
+            )
 
     def maybe_update_state_dict(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Hide float32 scales from diffusers' cast to the model's dtype: as integers they stay."""
-        for key, x in state_dict.items():
-            owner, _, leaf = key.rpartition(".")
-            has_scale = leaf == "weight" and f"{owner}.weight_scale" in self._stored_scales
-            if x.dtype == torch.float8_e4m3fn and not has_scale:
-                raise CheckpointError(f"{key}: expected a weight_scale beside FP8 data, got none")
-            if key.endswith(_SCALES) and x.dtype != torch.float32:
-                raise CheckpointError(f"{key}: expected float32, got {x.dtype}")
-        return {
-            key: x.contiguous().view(torch.int32) if key.endswith(_SCALES) else x
-            for key, x in state_dict.items()
-        }
+        """Give diffusers the scales by octavo's names, beside their weights.
+
+        It casts floating-point tensors to the model's dtype: scales come as integers.
+        """
+        if not self.pre_quantized:
+            if scales := linear_layers.find_scales(state_dict):
+                raise CheckpointError(
+                    f"expected plain weights to quantize, got scales: {list_names(scales)}"
+                )
+            return state_dict
+        found = {key: x for key, x in state_dict.items() if not key.endswith(_COMPANIONS)}
+        for name, stored in self._stored.items():
+            if f"{name}.weight" not in found:
+                continue
+            found[f"{name}.weight_scale"] = stored.weight_scale.view(torch.int32)
+            if stored.input_scale is not None:
+                found[f"{name}.input_scale"] = stored.input_scale.view(torch.int32)
+        return found
 
     def update_missing_keys(
         self, model: nn.Module, missing_keys: list[str], prefix: str
@@ -210,11 +285,11 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         layer = model.get_submodule(owner)
         assert isinstance(layer, Fp8Linear)
         value = param_value.to(target_device)
-        if leaf == "weight" and value.dtype != torch.float8_e4m3fn:
-            if self.pre_quantized:
-                raise CheckpointError(f"{param_name}: expected FP8 data, got {value.dtype}")
+        if leaf == "weight" and not self.pre_quantized:
             layer.quantize_weight_(value)
             return
+        if leaf == "weight":
+            linear_layers.check_finite(owner, value)
         if leaf.endswith("_scale"):
             value = value.view(torch.float32)
         layer.take_({leaf: value})
@@ -254,3 +329,5 @@ def _set_config(model: Any, config: OctavoDiffusersConfig) -> None:
 
 auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = OctavoDiffusersQuantizer
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = OctavoDiffusersConfig
+for _method in FOREIGN_METHODS:
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[_method] = ForeignConfig
