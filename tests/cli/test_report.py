@@ -33,7 +33,7 @@ def report(*arguments):
 def test_a_page_from_the_folder_results(results, tmp_path, capsys):
     assert report("--md", "r.md", "--csv", "r.csv", "--title", "Mine") == 0
     page = (tmp_path / "report.html").read_text()
-    assert "<title>Mine</title>" in page and "Throughput: mine, NVIDIA H200" in page
+    assert "<title>Mine</title>" in page and "Throughput: mine" in page
     assert "1 records of results" in page
     assert (tmp_path / "r.md").read_text().startswith("# Mine\n")
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 2
@@ -134,6 +134,4 @@ def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatc
     found = [row(op="advise", case=case, values=values)]
     monkeypatch.setattr(measured, "compare_all", lambda records, gpu: found)
     assert report() == 0
-    assert (
-        "Advice: predicted against measured, NVIDIA H200" in (tmp_path / "report.html").read_text()
-    )
+    assert "Advice: predicted against measured" in (tmp_path / "report.html").read_text()

@@ -48,6 +48,7 @@ def report(
     from octavo.measure import store
     from octavo.measure.advise.gpus import all_gpus
     from octavo.measure.report import html
+    from octavo.measure.report.evidence import make_verdicts
     from octavo.measure.report.pages import report_sections
     from octavo.measure.report.tables import to_csv
 
@@ -65,10 +66,10 @@ def report(
     roofs = [gpu.ceilings for gpu in gpus]
     sections = report_sections(shown, roofs=roofs, compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
-    machines = [record.machine for record in records]
-    html.write_report(sections, output, title=title, summary=summary, machines=machines)
+    verdicts = make_verdicts(records)
+    html.write_report(sections, output, title=title, summary=summary, verdicts=verdicts)
     if markdown is not None:
-        text = html.sections_markdown(sections, title=title, summary=summary)
+        text = html.sections_markdown(sections, title=title, summary=summary, verdicts=verdicts)
         write_atomically(markdown, text.encode("utf-8", "backslashreplace"))
     if csv is not None:
         write_atomically(csv, to_csv(records).encode("utf-8", "backslashreplace"))
