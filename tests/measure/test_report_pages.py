@@ -172,7 +172,7 @@ def test_verdicts_come_first_with_words_beside_colours():
 
 
 def test_small_plots_have_the_reference_and_the_interval_in_them():
-    values = {"recovery_percent": 98.0, "recovery_standard_error_percent": 0.5}
+    values = {"recovery_percent": 98.0, "recovery_standard_error_percent": 0.5, "perplexity": 9.0}
     case = {"model": "m", "data": "d", "recipe": "fp8 head", "context": 8, "chunk": 1}
     record = row(op="perplexity", case=case, values=values, baseline="bf16")
     page = render([], verdicts=make_verdicts([record]))

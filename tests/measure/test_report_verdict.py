@@ -34,7 +34,7 @@ def served(name, gain=None, *, weights=16e9, machine=MACHINE, model="m", **value
 
 def read(name, recovery, error=0.1, *, machine=MACHINE, model="m", dtype="bf16"):
     case = {"model": model, "dtype": dtype, "recipe": name, "data": "enwik8", "context": 8192}
-    values = {"recovery_percent": recovery}
+    values = {"perplexity": 10.0, "recovery_percent": recovery}
     values |= {} if error is None else {"recovery_standard_error_percent": error}
     about = {"chunk": 512, "num_windows": 4}
     return row(op="perplexity", case=case | about, values=values, baseline="bf16", machine=machine)
@@ -42,7 +42,12 @@ def read(name, recovery, error=0.1, *, machine=MACHINE, model="m", dtype="bf16")
 
 def timed(name, input_len, ttft, itl, **about):
     case = {"model": "m", "row": name, "batch_size": 1, "input_len": input_len, "output_len": 101}
-    values = {"median_ttft_ms": 100.0, "median_itl_ms": 10.0}
+    times = {"median": (100.0, 10.0), "p10": (99.0, 9.0), "p90": (101.0, 11.0)}
+    values = {
+        f"{which}_{what}_ms": ms
+        for which, both in times.items()
+        for what, ms in zip(("ttft", "itl"), both, strict=True)
+    }
     values |= {"ttft_speedup": ttft, "itl_speedup": itl}
     return row(op="latency", case=case, values=values, baseline="auto", **about)
 
@@ -181,6 +186,14 @@ def test_recipes_are_compared_where_both_were_measured():
 def test_the_newest_record_counts():
     old = replace(served("fp8", 1.1), date="2025-01-01T00:00:00Z")
     assert only([served("fp8", 1.5), old]).speed.text == "1.50×"
+
+
+def test_records_that_lack_what_a_section_needs_are_left_out():
+    speed = served("fp8", 1.5)
+    assert make_verdicts([replace(speed, values={"output_throughput_gain": 1.5})]) == []
+    lost = read("fp8 head", 99.0)
+    case = {name: value for name, value in lost.case.items() if name != "context"}
+    assert make_verdicts([replace(lost, case=case)]) == []
 
 
 def test_rows_without_fp8_and_other_libraries_have_no_verdict():

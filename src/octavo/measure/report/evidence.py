@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from octavo.measure import rows as grammar
 from octavo.measure.records import Measurement
 from octavo.measure.report.latency import LATENCY
+from octavo.measure.report.pages import make_parts
 from octavo.measure.report.recipes import dtype_of, recipe_key, row_name
 from octavo.measure.report.retained import Retained, retained
 from octavo.measure.report.sections import Rows
@@ -151,7 +152,9 @@ def make_verdicts(records: Rows) -> list[Verdict]:
 
     A model whose speed was measured with none of the recipes that its quality was has another one.
     """
-    ours = [r for r in beside_ours(records) if r.impl != "vllm" and "model" in r.case]
+    parts = {op: part for part in make_parts() for op in part.ops}
+    shown = [r for r in records if r.op in parts and not parts[r.op].missing_names(r)]
+    ours = [record for record in beside_ours(shown) if record.impl != "vllm"]
     qualities = retained(ours)
     speeds = [
         [_with_quality(one, qualities) for one in _candidates(own, speed)]

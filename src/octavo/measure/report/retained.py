@@ -101,7 +101,7 @@ def _scored(records: Rows) -> Iterator[tuple[Measurement, Reading]]:
 def _task(record: Measurement) -> str:
     case = record.case
     if record.op == "perplexity":
-        return f"perplexity of {case['data']}, {int(case['context']):,} tokens"
+        return f"perplexity of {case.get('data', 'a text')}, {case['context']:,} tokens"
     number = record.get("num_questions")
     return f"{record.op}, {number:g} questions" if isinstance(number, int | float) else record.op
 

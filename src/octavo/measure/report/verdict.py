@@ -32,6 +32,7 @@ NORMAL_95 = 1.96  # standard errors to either end of an interval of 95 %
 Rating = Literal["good", "fair", "poor"]
 RATINGS: tuple[Rating, ...] = ("good", "fair", "poor")  # green, amber, red
 RATING_WORDS: dict[Rating, str] = {"good": "green", "fair": "amber", "poor": "red"}
+RATING_STYLES: dict[Rating, str] = {"good": "bold green", "fair": "bold yellow", "poor": "bold red"}
 MISSING_WORDS = {"speed": "not measured", "memory": "not recorded", "quality": "not measured"}
 
 
