@@ -79,7 +79,7 @@ def test_needles_by_machine_and_model_with_their_recovery():
 
     again = found("fp8", 50.0, "2026-11-02T00:00:00Z")
     (section,) = quality.NEEDLE.make([found("bf16", 100.0), found("fp8", 100.0), again])
-    assert section.figures == () and section.machine == "A GPU"
+    assert section.figures == () and section.group == "A GPU"
     assert "fp8 finds 50 % at every length and depth." in section.text
 
 

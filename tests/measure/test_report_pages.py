@@ -43,7 +43,7 @@ def sections():
 
 def test_a_page_of_the_repository_s_records(sections):
     titles = [section.title for section in sections]
-    places = [(section.machine, section.title) for section in sections]
+    places = [(section.group, section.title) for section in sections]
     assert len(set(places)) == len(places)
     for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Images"):
         assert any(title.startswith(start) for title in titles), start
@@ -51,10 +51,10 @@ def test_a_page_of_the_repository_s_records(sections):
 
 
 def test_a_machine_is_named_once_over_its_sections(sections):
-    machines = [machine for machine, _ in groupby(section.machine for section in sections)]
+    machines = [machine for machine, _ in groupby(section.group for section in sections)]
     assert machines == ["NVIDIA H200", "Intel(R) Xeon(R) Processor @ 2.50GHz", ""]
     for section in sections[:-2]:
-        assert section.machine not in (section.title + section.headline)
+        assert section.group not in (section.title + section.headline)
 
 
 def test_every_plot_says_what_it_shows_and_its_units(sections):
@@ -98,7 +98,7 @@ def test_records_of_unknown_ops_and_incomplete_ones_are_named():
 
 def test_a_page_of_one_record_has_only_its_section_and_where_it_comes_from():
     throughput, sources = report_sections([THROUGHPUT])
-    assert (throughput.title, throughput.machine) == ("Throughput: m", "A GPU")
+    assert (throughput.title, throughput.group) == ("Throughput: m", "A GPU")
     machines, commands = sources.tables
     assert machines.rows == (("M1", "A GPU", "A CPU", "Linux", "3.12", "2.11"),)
     assert commands.rows[0][:3] == ("throughput", "M1", 1)
@@ -136,11 +136,11 @@ def test_no_records():
 
 
 def test_contents_lead_inside_folded_sections():
-    sections = [Section(title=f"<{n}>", machine="A GPU" * (n < 2)) for n in range(3)]
+    sections = [Section(title=f"<{n}>", group="A GPU" * (n < 2)) for n in range(3)]
     page = render(sections)
     assert '<a href="#section-1">&lt;0&gt;</a>' in page and 'id="section-1" class="body"' in page
-    assert page.index('href="#group-1">A GPU') < page.index('href="#group-2">About')
-    assert "<h2>Measured on A GPU</h2>" in page and "<h2>About these numbers</h2>" in page
+    assert page.index('href="#group-1">A GPU') < page.index('href="#group-2">About these')
+    assert "<h2>A GPU</h2>" in page and "<h2>About these numbers</h2>" in page
     assert '<details class="section">' in page and '<details class="section" open' not in page
     assert "<nav" not in render(sections[:2])  # short pages are unfolded, and need no contents
     assert render(sections[:2]).count('<details class="section" open>') == 2

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 IMAGE, IMAGE_PROBLEM = "picture", "picture_problem"  # names in a record's case
+ABOUT = "About these numbers"  # sections that stand under no other heading
 MAX_BYTES = 16 * 2**20
 _TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 _STARTS = {"image/jpeg": b"\xff\xd8\xff", "image/png": b"\x89PNG\r\n\x1a\n"}
@@ -151,14 +152,15 @@ def render(
     environment.filters["spark"] = _spark
     has_figures = any(section.figures for section in sections)
     numbered = list(enumerate(sections, 1))
-    groups = groupby(numbered, key=lambda one: one[1].machine)
+    groups = groupby(numbered, key=lambda one: one[1].group)
     return environment.get_template("report.html").render(
         title=title,
         summary=summary,
         sections=sections,
-        groups=[(machine, list(own)) for machine, own in groups],
+        groups=[(name, list(own)) for name, own in groups],
         verdicts={name: list(own) for name, own in groupby(verdicts, key=lambda one: one.machine)},
         counts=counted(verdicts),
+        about=ABOUT,
         thresholds=THRESHOLDS,
         ratings=RATING_WORDS,
         missing=MISSING_WORDS,
@@ -218,11 +220,11 @@ def sections_markdown(
     """A page of sections: verdicts, texts, tables; what plots and images show is said in words."""
     parts = [f"# {title}", *([summary] if summary else [])]
     parts += [text if rating is None else f"**{text}**" for rating, text in verdict_lines(verdicts)]
-    machine = ""
+    group = ""
     for section in sections:
-        if section.machine != machine:
-            machine = section.machine
-            parts += [f"## {machine}"] if machine else []
+        if section.group != group:
+            group = section.group
+            parts += [f"## {group or ABOUT}"]
         headline = [section.headline] if section.headline else []
         parts += [f"### {section.title}", *headline, *section.paragraphs]
         parts += [f"Plot: {figure.caption}" for figure in section.figures]

@@ -60,11 +60,11 @@ def report_sections(
         else:
             shown.append(record)
     made = [s for part in parts for s in part.make([r for r in shown if r.op in part.ops])]
-    by_machine: dict[str, list[Section]] = {}
+    by_group: dict[str, list[Section]] = {}
     for section in made:
-        by_machine.setdefault(section.machine, []).append(section)
+        by_group.setdefault(section.group, []).append(section)
     last = [_not_shown(hidden, notes)] if hidden or notes else []
-    ordered = [section for own in by_machine.values() for section in _numbered(own)]
+    ordered = [section for own in by_group.values() for section in _numbered(own)]
     return [*ordered, _sources(records), *last]
 
 

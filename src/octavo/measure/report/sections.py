@@ -25,12 +25,13 @@ class Sheet:
 class Section:
     """A heading, what to say about it (paragraphs between blank lines), and what it shows.
 
-    machine: what it was measured on, where all of it was on one. headline: its result in one
-    sentence, which is read before the section is unfolded. is_open: whether it is unfolded.
+    group: the heading that it stands under, such as the machine that all of it was measured on.
+    headline: its result in one sentence, which is read before the section is unfolded. is_open:
+    whether it is unfolded.
     """
 
     title: str
-    machine: str = ""
+    group: str = ""
     text: str = ""
     headline: str = ""
     figures: tuple[Figure, ...] = ()
@@ -102,7 +103,7 @@ class Kind:
         )
         return Section(
             title=title,
-            machine=str(names["machine"]),
+            group=str(names["machine"]),
             text=text,
             headline=self.headline(rows),
             figures=tuple(self.figures(rows)),
