@@ -162,6 +162,8 @@ def test_memory_is_that_of_the_same_run():
     ]
     memory = only(with_cache).memory
     assert (memory.text, memory.about) == ("0.75×", "weights and KV cache")
+    more = replace(with_cache[1], case={**with_cache[1].case, "num_pages": 2})
+    assert only([with_cache[0], more]).memory.about == "weights"
 
 
 def test_the_recipe_with_the_best_answer_is_recommended_and_why():

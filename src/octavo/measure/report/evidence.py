@@ -239,6 +239,8 @@ def _memory(record: Measurement, records: Rows) -> Reading | None:
     first = next((r for r in run if row_name(r) == record.baseline), None)
     known = first.case.keys() & record.case.keys() if first else set()
     names = [name for name in ("weight_bytes", "cache_bytes") if name in known]
+    if first and first.case.get("num_pages") != record.case.get("num_pages"):
+        names = names[:1]  # as many bytes may be for more tokens
     if first is None or not names:
         return None
     before, after = (sum(float(r.case[name]) for name in names) for r in (first, record))
