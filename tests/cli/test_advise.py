@@ -38,6 +38,8 @@ def test_a_recipe_with_reasons(advise):
     assert Recipe.from_toml(toml).skip_layers == ("sliding_window",)
     command = "octavo serve MODEL --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers sliding_window"
     assert command in out
+    verdict = out.partition("Use FP8: ")[2]
+    assert verdict.startswith("yes, if quality holds") and "predicted." in verdict
 
 
 def test_records_are_found_from_any_folder(advise, tmp_path, monkeypatch):

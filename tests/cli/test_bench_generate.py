@@ -20,6 +20,7 @@ def test_a_table_and_records(capsys, tmp_path):
     assert octavo(*options) == 0
     text = capsys.readouterr().out
     assert "1 × 64 tokens; baseline: bf16" in text and "cache ratio" in text
+    assert "Use FP8: " in text and "memory 0.5" in text and "(KV cache)" in text
     records = store.read(file)
     assert [(r.case["context"], r.case["recipe"]) for r in records] == [
         (length, recipe) for length in (64, 100) for recipe in ("bf16", "fp8")

@@ -30,6 +30,7 @@ def test_tables_and_records(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "4 requests, 2 at once, 20 tokens in and 4 out, ± 15 %" in text
     assert "auto: throughput" in text and "output tokens/s" in text
+    assert text.count("Use FP8: ") == 1 and "quality not measured" in text
     records = store.read(file)
     assert [record.case["row"] for record in records] == rows
     assert records[2].case["skip_layers"] == "sliding_window"

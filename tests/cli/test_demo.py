@@ -104,6 +104,9 @@ def test_stages_end_in_one_page_and_a_table(canned, capsys, tmp_path):
     assert "perplexity of a text m 9.000 fp8 token 9.100, recovers 98.9 %" in text
     assert "2 tokens fp8 token the same for 0 of 3" in text
     assert "4 images, PSNR small-image bf16 fp8 36.4 dB, the worst 30.2 dB" in text
+    assert "small-image, quality alone, recipe fp8 on" in text
+    assert text.count("Use FP8: yes, if it is faster here.") == 1  # of what is good enough
+    assert text.count("Use FP8: it depends: check the quality.") == 2
     page = (folder / "report.html").read_text()
     assert "<title>octavo demo</title>" in page and "Just so." in page
     assert "Questions about charts: reader" in page and "Not shown" not in page

@@ -33,7 +33,7 @@ def report(*arguments):
 def test_a_page_from_the_folder_results(results, tmp_path, capsys):
     assert report("--md", "r.md", "--csv", "r.csv", "--title", "Mine") == 0
     page = (tmp_path / "report.html").read_text()
-    assert "<title>Mine</title>" in page and "Throughput: mine, NVIDIA H200" in page
+    assert "<title>Mine</title>" in page and "Throughput: mine" in page
     assert "1 records of results" in page
     assert (tmp_path / "r.md").read_text().startswith("# Mine\n")
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 2
@@ -134,6 +134,22 @@ def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatc
     found = [row(op="advise", case=case, values=values)]
     monkeypatch.setattr(measured, "compare_all", lambda records, gpu: found)
     assert report() == 0
-    assert (
-        "Advice: predicted against measured, NVIDIA H200" in (tmp_path / "report.html").read_text()
+    assert "Advice: predicted against measured" in (tmp_path / "report.html").read_text()
+
+
+def test_before_and_after(results, tmp_path, capsys):
+    before = tmp_path / "before.jsonl"
+    store.append(before, [row(case=dict(RECORD.case), values={"output_throughput": 4.0})])
+    assert report("--against", before, "--no-advice", "--md", "r.md") == 0
+    assert "before.jsonl: 1 better, 0 worse, 0 the same." in " ".join(
+        capsys.readouterr().out.split()
     )
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("What changed") < page.index("Throughput: mine") and "+25.0 %" in page
+    assert "## Before and after" in (tmp_path / "r.md").read_text()
+    other = tmp_path / "other.jsonl"
+    store.append(other, [row(case={"model": "x", "row": "fp8"}, values={"output_throughput": 1})])
+    (tmp_path / "report.html").unlink()
+    assert report("--against", other, "--no-advice") == 1
+    assert "run the same commands before and after" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "report.html").exists()

@@ -256,7 +256,7 @@ def page() -> Page:
 
 def test_page_is_well_formed(page):
     assert page.stack == []
-    assert page.tags.count("section") == 3
+    assert page.tags.count("details") == 3
     assert page.tags.count("table") == 1
 
 
@@ -287,7 +287,7 @@ def test_page_has_the_data_of_its_figures(page):
 
 
 def test_page_links_only_to_itself_and_lets_nothing_load(page):
-    assert page.links == ["#section-1", "#section-2", "#section-3"]
+    assert page.links == ["#group-1", "#section-1", "#section-2", "#section-3"]
     assert "url(" not in page.styles
     assert "@import" not in page.styles
 

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.evidence import make_verdicts
 from octavo.measure.report.html import with_images, write_report
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import report_sections
@@ -66,7 +67,7 @@ def needles():
             impl="transformers",
             case={"model": "m", "haystack": "h", "recipe": recipe, "length": length}
             | {"depth": depth, "repetitions": 2},
-            values={"found_percent": 100.0, "num_found": 2.0},
+            values={"found_percent": 100.0 - 50 * depth, "num_found": 2.0 - depth},
             machine=machine,
             command="octavo eval needle",
         )
@@ -103,8 +104,12 @@ def page_file(tmp_path_factory):
     roofs = [Roof("NVIDIA H200", 4540, 694, 1309, "measured on one H200")]
     path = tmp_path_factory.mktemp("report") / "report.html"
     sections = report_sections(records, roofs=roofs)
-    write_report(sections, path, machines=[record.machine for record in records])
+    write_report(sections, path, verdicts=make_verdicts(records))
     return path
+
+
+# Folded sections have no plots to look at, and axe reads all of a page but what is folded.
+UNFOLD = "document.querySelectorAll('details').forEach((one) => (one.open = true)); 0"
 
 
 def find_axe():
@@ -121,6 +126,7 @@ def test_the_page_is_drawn_and_nothing_overlaps(page_file, tmp_path, width, is_d
     with browsing(BROWSER) as page:
         page.open(page_file.as_uri())
         page.look(width=width, height=900, is_dark=is_dark)
+        page.run(UNFOLD)
         page.wait_for(DRAWN, timeout_s=60)
         assert page.run("document.documentElement.scrollWidth") <= width
         page.save_screenshot(tmp_path / "page.png")
@@ -140,27 +146,55 @@ def test_overlaps_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_axe_core_finds_nothing(page_file, width):
+def test_a_verdict_is_read_without_scrolling(page_file, width):
+    first = "document.querySelector('.verdict').getBoundingClientRect().bottom"
+    with browsing(BROWSER) as page:
+        page.open(page_file.as_uri())
+        page.look(width=width, height=800)
+        assert 0 < page.run(first) <= 800
+        if width == 1280:
+            assert page.run("document.documentElement.scrollHeight") < 12 * 800
+        # Contents stay where they are, and lead into sections that are folded.
+        page.run("document.querySelector('nav ul ul li:last-child a').click(); 0")
+        page.wait_for("scrollY > 0 && document.querySelector('details.section[open]') !== null")
+        assert 0 <= page.run("document.querySelector('nav').getBoundingClientRect().top") < 100
+
+
+def test_paper_is_light_and_shows_the_verdict(page_file):
+    with browsing(BROWSER) as page:
+        page.open(page_file.as_uri())
+        page.look(width=1280, height=900, is_dark=True)
+        dark = page.run("getComputedStyle(document.body).color")
+        page.call("Emulation.setEmulatedMedia", media="print", features=[])
+        assert page.run("getComputedStyle(document.body).color") != dark
+        assert page.run("getComputedStyle(document.querySelector('nav')).display") == "none"
+        assert page.run("document.querySelector('.verdict').offsetHeight") > 100
+
+
+@pytest.mark.parametrize(
+    ("width", "is_dark"), [(1280, False), (390, False), (1280, True)], ids=["1280", "390", "dark"]
+)
+def test_axe_core_finds_nothing(page_file, width, is_dark):
     axe = find_axe()
     if axe is None:
         pytest.skip("no axe-core: pip install --no-deps axe-playwright-python")
     with browsing(BROWSER) as page:
         page.open(page_file.as_uri())
-        page.look(width=width, height=900)
+        page.look(width=width, height=900, is_dark=is_dark)
+        page.run(UNFOLD)
         page.wait_for(DRAWN, timeout_s=60)
         page.run(f"{axe}; 0")
-        # axe reads all of a page but what is folded.
-        page.run("document.querySelectorAll('details').forEach((one) => (one.open = true)); 0")
         page.run("axe.run().then((found) => { window.found = found.violations; }); 0")
         page.wait_for("window.found !== undefined", timeout_s=300)
         found = json.loads(page.run("JSON.stringify(window.found)"))
         assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found] == []
 
 
-def test_the_keyboard_reaches_links_tables_and_folded_tables(page_file):
+def test_the_keyboard_reaches_links_sections_and_tables(page_file):
     with browsing(BROWSER) as page:
         page.open(page_file.as_uri())
         page.look(width=1280, height=900)
+        page.run(UNFOLD)
         page.wait_for(DRAWN, timeout_s=60)
         seen = set()
         for _ in range(200):

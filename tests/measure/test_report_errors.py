@@ -62,7 +62,7 @@ def sections_of(records):
 def test_every_question_has_its_numbers(records):
     quantization, attention, decoding, accumulation = sections_of(records)
     assert quantization.tables[0].rows == (("e4m3 per head", 30.5),)
-    assert quantization.title.startswith("Queries, keys and values in 8 bits: m, ")
+    assert quantization.title == "Queries, keys and values in 8 bits: m"
     assert attention.tables[0].rows == (("bf16", 0.003),)
     assert decoding.tables[0].rows == (("bf16", 0.004),)
     assert "bf16 768" in decoding.text
@@ -83,7 +83,7 @@ def test_levels_have_their_time_and_error():
     (section,) = sections_of(records)
     assert [line[3::2] for line in section.tables[0].rows] == [("none", True, 0.3), (1, True, 0.05)]
     titles = [section.title for section in report_sections(records)]
-    assert f"Levels of accumulation: {section.title.partition(': ')[2]}" in titles
+    assert "Levels of accumulation" in titles
 
 
 def test_the_newest_of_two_runs_counts(records):

@@ -5,6 +5,7 @@ import io
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.evidence import make_verdicts
 from octavo.measure.report.html import render, sections_markdown
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import make_parts, report_sections
 from octavo.measure.report.plots import Figure
-from octavo.measure.report.sections import Link, Section
-from octavo.measure.report.tables import Table, to_csv
+from octavo.measure.report.sections import Section
+from octavo.measure.report.tables import to_csv
+from octavo.measure.report.verdict import FASTER
 
 RESULTS = Path(__file__).parents[2] / "results"
 ROOFS = [Roof("NVIDIA H200", 4540, 694, 1309, "measured on one H200")]
@@ -40,15 +43,18 @@ def sections():
 
 def test_a_page_of_the_repository_s_records(sections):
     titles = [section.title for section in sections]
-    assert len(set(titles)) == len(titles)
+    places = [(section.group, section.title) for section in sections]
+    assert len(set(places)) == len(places)
     for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Images"):
         assert any(title.startswith(start) for title in titles), start
-    assert titles[0] == "Summary" and titles[-2:] == [
-        "Machines, versions and commands",
-        "Not shown",
-    ]
-    assert {link.to for link in sections[0].links} <= set(titles)
-    assert len(sections[0].links) > 8
+    assert titles[-2:] == ["Machines, versions and commands", "Not shown"]
+
+
+def test_a_machine_is_named_once_over_its_sections(sections):
+    machines = [machine for machine, _ in groupby(section.group for section in sections)]
+    assert machines == ["NVIDIA H200", "Intel(R) Xeon(R) Processor @ 2.50GHz", ""]
+    for section in sections[:-2]:
+        assert section.group not in (section.title + section.headline)
 
 
 def test_every_plot_says_what_it_shows_and_its_units(sections):
@@ -91,8 +97,8 @@ def test_records_of_unknown_ops_and_incomplete_ones_are_named():
 
 
 def test_a_page_of_one_record_has_only_its_section_and_where_it_comes_from():
-    summary, throughput, sources = report_sections([THROUGHPUT])
-    assert summary.links == (Link(throughput.headline, throughput.title),)
+    throughput, sources = report_sections([THROUGHPUT])
+    assert (throughput.title, throughput.group) == ("Throughput: m", "A GPU")
     machines, commands = sources.tables
     assert machines.rows == (("M1", "A GPU", "A CPU", "Linux", "3.12", "2.11"),)
     assert commands.rows[0][:3] == ("throughput", "M1", 1)
@@ -129,25 +135,54 @@ def test_no_records():
         report_sections([])
 
 
-def test_links_lead_to_sections_of_the_page():
-    first = Section(title="First", links=(Link("see <there>", "Second"),))
-    page = render([first, Section(title="Second"), Section(title="Second")])
-    assert '<a href="#section-2">see &lt;there&gt;</a>' in page
-    with pytest.raises(
-        ConfigError, match="expected a link to a section of this page, got 'Second'"
-    ):
-        render([first])
+def test_contents_lead_inside_folded_sections():
+    sections = [Section(title=f"<{n}>", group="A GPU" * (n < 2)) for n in range(3)]
+    page = render(sections)
+    assert '<a href="#section-1">&lt;0&gt;</a>' in page and 'id="section-1" class="body"' in page
+    assert page.index('href="#group-1">A GPU') < page.index('href="#group-2">About these')
+    assert "<h2>A GPU</h2>" in page and "<h2>About these numbers</h2>" in page
+    assert '<details class="section">' in page and '<details class="section" open' not in page
+    assert "<nav" not in render(sections[:2])  # short pages are unfolded, and need no contents
+    assert render(sections[:2]).count('<details class="section" open>') == 2
+    opened = render([*sections, Section(title="read me", is_open=True)])
+    assert opened.count('<details class="section" open>') == 1
 
 
-def test_long_tables_are_folded_and_tall_plots_have_room():
-    def table(num_rows):
-        return Table(caption="Numbers", header=("n",), rows=tuple((n,) for n in range(num_rows)))
+def test_a_headline_is_read_before_its_section_is_unfolded():
+    page = render([Section(title="x", headline="1.5 times as fast & more.")])
+    assert '<span class="quiet">1.5 times as fast &amp; more.</span></summary>' in page
 
-    assert "<details>" not in render([Section(title="x", tables=(table(24),))])
-    page = render([Section(title="x", tables=(table(25),))])
-    assert "<details><summary>Numbers: 25 rows</summary>" in page and "</details>" in page
+
+def test_tall_plots_have_room():
     figure = Figure(caption="c", data=(), layout={}, height_rem=30)
     assert 'style="height: 30rem"' in render([Section(title="x", figures=(figure,))])
+
+
+def test_verdicts_come_first_with_words_beside_colours():
+    slow = replace(THROUGHPUT, case={"model": "m<", "row": "fp8"})
+    slow = replace(slow, values={"output_throughput": 5.0, "output_throughput_gain": 0.5})
+    verdicts = make_verdicts([THROUGHPUT, slow])
+    page = render(report_sections([THROUGHPUT]), verdicts=verdicts)
+    assert page.index("Use FP8: yes, if quality holds") < page.index('<details class="section"')
+    assert "2 verdicts: 1 amber, 1 red." in page and "<h3>m&lt;</h3>" in page
+    assert '<article class="verdict poor">' in page and '<span class="grade">red</span>' in page
+    assert '<dd class="large">1.50×</dd>' in page and "not measured" in page
+    assert page.count("A GPU</h2>") == 2  # over the verdicts, and over the sections
+    assert f"{FASTER:g}× of the baseline" in page
+
+
+def test_small_plots_have_the_reference_and_the_interval_in_them():
+    values = {"recovery_percent": 98.0, "recovery_standard_error_percent": 0.5, "perplexity": 9.0}
+    case = {"model": "m", "data": "d", "recipe": "fp8 head", "context": 8, "chunk": 1}
+    record = row(op="perplexity", case=case, values=values, baseline="bf16")
+    page = render([], verdicts=make_verdicts([record]))
+    # Percent from 95 to 100.25 on 200 units: 97.02 to 98.98, 98 and 100.
+    assert '<path d="M77.0 21.0H151.6" stroke-width="2"/>' in page
+    assert '<path class="reference" d="M190.5 0V42"/>' in page
+    page = render([], verdicts=make_verdicts([THROUGHPUT]))
+    # Ratios from 0 to 1.55.
+    assert '<path d="M0 21.0H193.5" stroke-width="10"/>' in page
+    assert '<path class="reference" d="M129.0 0V42"/>' in page
 
 
 def test_numbers_that_json_does_not_have_are_gaps():
@@ -156,10 +191,12 @@ def test_numbers_that_json_does_not_have_are_gaps():
     assert '"data": [{"error_y": {"array": [null]}, "y": [1.0, null, [null]]}]' in page
 
 
-def test_markdown_has_texts_links_and_tables():
-    text = sections_markdown(report_sections([THROUGHPUT]), title="T", summary="In short.")
-    assert text.startswith("# T\n\nIn short.\n\n## Summary\n")
-    assert "](#throughput-m-a-gpu)" in text
+def test_markdown_has_verdicts_texts_and_tables():
+    verdicts = make_verdicts([THROUGHPUT])
+    sections = report_sections([THROUGHPUT])
+    text = sections_markdown(sections, title="T", summary="In short.", verdicts=verdicts)
+    assert text.startswith("# T\n\nIn short.\n\nm, requests, recipe fp8 on A GPU\n\n**Use FP8: yes")
+    assert "\n\n## A GPU\n\n### Throughput: m\n\n" in text
     assert "Plot: Output tokens per second" in text
     assert "| row | output (tokens/s) | gain (×) |" in text
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, print_parts
+from octavo.cli.console import err, out, print_parts, print_verdicts
 from octavo.cli.options import Flags, RecordsFile, repeat_command, takes_settings
 from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
@@ -57,7 +57,7 @@ def advise(
     from octavo.measure.advise.advice import told
     from octavo.measure.advise.advise import advise as make_advice
     from octavo.measure.advise.gpus import find_gpu
-    from octavo.measure.advise.measured import check_measurable, measure
+    from octavo.measure.advise.measured import advice_records, check_measurable, measure
     from octavo.measure.advise.shape import find_model
 
     if output is not None and not is_measured:
@@ -90,6 +90,8 @@ def advise(
     if as_json:
         return typer.echo(advice.to_json())
     print_parts(told(advice))
+    out.print()
+    print_verdicts(advice_records(advice, repeat_command(context)))
 
 
 def _served(name: str, shape: "ModelShape") -> str:

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from octavo.cli.bench_engine import latency, sweep, throughput
 from octavo.cli.bench_requests import mm_processor, serve
-from octavo.cli.console import CASES, Collected, err, out, print_json, print_table
+from octavo.cli.console import CASES, Collected, err, out, print_json, print_table, print_verdicts
 from octavo.cli.options import (
     PLACES,
     AsJson,
@@ -195,6 +195,7 @@ def _run(
         if title is not None:
             out.print(title)
         collected.print_tables(*by_case)
+        print_verdicts(collected.records)
     return collected.objections
 
 

@@ -16,6 +16,7 @@ from octavo.cli.console import (
     print_json,
     print_parts,
     print_table,
+    print_verdicts,
     progress_bar,
     write_plots,
     write_results,
@@ -215,6 +216,7 @@ def _run(
         print_json(result.records)
     else:
         print_parts(told(result.records))
+        print_verdicts(result.records)
         print_file(asked.output)
     if asked.output_json is not None:
         documents = vllm_documents(result)
@@ -301,6 +303,7 @@ def sweep(
             move(str(todo[min(number, len(todo) - 1)]), number)
             outcomes.append(outcome)
     print_table(outcome_table(outcomes))
+    print_verdicts([record for outcome in outcomes for record in outcome.records])
     print_file(output)
     _end([f"{one.combination}: {one.reason}" for one in outcomes if one.state == "failed"])
 

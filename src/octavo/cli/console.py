@@ -144,6 +144,15 @@ def print_parts(parts: "Iterable[str | Table]", style: str | None = None) -> Non
             print_table(part)
 
 
+def print_verdicts(records: "Sequence[Measurement]") -> None:
+    """Print whether to use FP8 by these records, for each model and workload among them."""
+    from octavo.measure.report.evidence import make_verdicts
+    from octavo.measure.report.verdict import RATING_STYLES, verdict_lines
+
+    for rating, text in verdict_lines(make_verdicts(records)):
+        out.print(text, style=rating and RATING_STYLES[rating], soft_wrap=True)
+
+
 def print_json(records: "Iterable[Measurement]") -> None:
     """Print the records as JSON Lines: --json."""
     for record in records:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo import env
-from octavo.cli.console import err, out, print_parts, print_table, progress_bar
+from octavo.cli.console import err, out, print_parts, print_table, print_verdicts, progress_bar
 from octavo.cli.options import takes_settings
 from octavo.cli.report import report
 from octavo.errors import ConfigError
@@ -78,6 +78,7 @@ def demo(
     out.print()
     report(results=(records,), output=output / REPORT, title="octavo demo")
     print_table(summary_table(found))
+    print_verdicts(found)
     seconds = time.monotonic() - began
     out.print(f"{len(found)} records in {seconds / 60:.1f} minutes: {records}", soft_wrap=True)
     out.print(f"Report: {output / REPORT}", soft_wrap=True)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, out, print_file, print_table, progress_bar, write_plots
+from octavo.cli.console import (
+    err,
+    out,
+    print_file,
+    print_table,
+    print_verdicts,
+    progress_bar,
+    write_plots,
+)
 from octavo.cli.options import Flags, RecordsFile, Strict, Written, takes_settings
 from octavo.extras import need
 from octavo.integrations.transformers.tokenizer import PromptSettings
@@ -281,5 +289,6 @@ def _run_and_print(
     with progress_bar("loading") as watch:
         records = run(asked, output, watch)
     print_table(make_table(records))
+    print_verdicts(records)
     print_file(output)
     return records

@@ -25,15 +25,19 @@ def report(
     markdown: Annotated[Path | None, typer.Option("--md", callback=check_file)] = None,
     csv: Written = None,
     title: str = "octavo report",
+    against: tuple[Path, ...] = (),
     advice: Annotated[bool, typer.Option("--advice/--no-advice")] = True,
 ) -> None:
     """Write one HTML page from records: plots, tables, machines, commands. No GPU is needed.
 
     octavo report results -o report.html --md report.md --csv records.csv
 
-    The page has a section for each benchmark, evaluation and calibration that the records are of,
-    loads nothing, and says which records it does not show. Advice is made again without each
-    model's own records, and shown beside what was measured.
+    octavo report after.jsonl --against before.jsonl
+
+    The page opens with a verdict for each model and workload: whether to use FP8, by its speed,
+    memory and quality. Below it is a section for each benchmark, evaluation and calibration that
+    the records are of. The page loads nothing, and says which records it does not show. Advice is
+    made again without each model's own records, and shown beside what was measured.
 
     Attributes:
         results: Files of records (JSON Lines), or folders of them; results/ if left out.
@@ -41,6 +45,8 @@ def report(
         markdown: Also write texts and tables as Markdown.
         csv: Also write every record as a row of a CSV file.
         title: The title of the page.
+        against: Files or folders of records from before a change, of the same commands: the page
+            says what is better and what is worse. May be given more than once.
         advice: Compare advice with what was measured. It loads torch, transformers and diffusers,
             which takes longer than all the rest.
     """
@@ -48,6 +54,8 @@ def report(
     from octavo.measure import store
     from octavo.measure.advise.gpus import all_gpus
     from octavo.measure.report import html
+    from octavo.measure.report.changes import changed_section
+    from octavo.measure.report.evidence import make_verdicts
     from octavo.measure.report.pages import report_sections
     from octavo.measure.report.tables import to_csv
 
@@ -65,10 +73,15 @@ def report(
     roofs = [gpu.ceilings for gpu in gpus]
     sections = report_sections(shown, roofs=roofs, compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
-    machines = [record.machine for record in records]
-    html.write_report(sections, output, title=title, summary=summary, machines=machines)
+    verdicts = make_verdicts(records)
+    if against:
+        before = [row for file in _files(against) for row in store.read(file)]
+        changed = changed_section(before, records)
+        sections.insert(0, changed)
+        out.print(f"against {', '.join(map(str, against))}: {changed.headline}", soft_wrap=True)
+    html.write_report(sections, output, title=title, summary=summary, verdicts=verdicts)
     if markdown is not None:
-        text = html.sections_markdown(sections, title=title, summary=summary)
+        text = html.sections_markdown(sections, title=title, summary=summary, verdicts=verdicts)
         write_atomically(markdown, text.encode("utf-8", "backslashreplace"))
     if csv is not None:
         write_atomically(csv, to_csv(records).encode("utf-8", "backslashreplace"))

@@ -114,7 +114,10 @@ def test_weights_in_fp8_are_half_as_many_bytes(subject):
     found = []
     for row in rows:
         with open_engine(subject, row, EngineSettings(num_pages=8)) as engine:
-            found.append(engine_about(engine)["weight_bytes"])
+            about = engine_about(engine)
+            found.append(about["weight_bytes"])
+            # Keys and values of 2 layers, 1 head of 64, in BF16, and a float32 scale for each.
+            assert about["cache_bytes"] == 2 * 2 * (2 * 64 * 8 * about["page_size"] + 4)
     assert found[0] == subject.about["weight_bytes"]
     # Two layers of attention and MLP in FP8, and a float32 scale for each output.
     num_weights = 2 * (16384 + 8192 + 24576)

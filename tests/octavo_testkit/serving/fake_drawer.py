@@ -2,18 +2,21 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 from PIL import Image
 
 from octavo.errors import CapacityError, ConfigError, UnsupportedError
 from octavo.serving.engine.image_request import ImageResult, nth_seed
 from octavo.serving.engine.precision import LayerPrecision, Precision
+from octavo_testkit.serving.fake_engine import fp8_weights
 
 
 class FakeDrawer:
     model_name = "fake"
     precision = Precision((LayerPrecision(kind="linear", num_fp8=3, others={"norm_out": "BF16"}),))
     makes_video = False
+    pipe = SimpleNamespace(components={"transformer": fp8_weights(), "scheduler": object()})
 
     def __init__(self, step_s=0.0):
         self.step_s = step_s

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from octavo.errors import CapacityError, ConfigError
 from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision
 from octavo.serving.engine.request import Delta, Request, Saturated, Stats, TokenLogprobs, Usage
@@ -22,6 +24,14 @@ PRECISION = Precision(
         CachePart(kind="full_attention", dtype="bfloat16", part="pages", num_bytes=4 * 2**20),
     ),
 )
+
+
+def fp8_weights():
+    """A model with an FP8 weight of 1 MiB and its scales."""
+    model = torch.nn.Module()
+    model.register_buffer("weight", torch.zeros(1024, 1024, dtype=torch.float8_e4m3fn))
+    model.register_buffer("weight_scale", torch.ones(1024))
+    return model
 
 
 class FakeTokenizer:
@@ -145,6 +155,7 @@ class FakeEngine:
     step_s: float = 0.0
     has_images: bool = False
     precision: Precision = PRECISION
+    model: torch.nn.Module = field(default_factory=fp8_weights)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
 
     def __post_init__(self) -> None:

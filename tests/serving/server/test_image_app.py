@@ -167,6 +167,7 @@ def test_models_health_metrics_and_the_page():
     assert "v1/images/generations" in script.text
     assert stats.json()["num_images"] == 3 and stats.json()["model"] == "first"
     assert stats.json()["precision"] == {"linear layers": "FP8 in 3 of 4 (norm_out in BF16)"}
+    assert stats.json()["saved_bytes"] == {"linear layers": 2**20 - 4 * 2**10}
 
 
 def test_keys():

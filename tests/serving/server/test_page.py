@@ -32,9 +32,10 @@ def test_chat_and_numbers(tmp_path):
         assert page.run("document.activeElement.id") == "prompt"
         facts = page.run("[...document.querySelectorAll('#precision li')].map(x => x.textContent)")
         assert facts == [
-            "KV cache: FP8 in 28 of 30 layers (2 in BF16), 32.0 MiB",
-            "linear layers: FP8 in 196 of 197 (lm_head in BF16)",
+            "KV cache: FP8 in 28 of 30 layers (2 in BF16), 32.0 MiB; saves 28.0 MiB",
+            "linear layers: FP8 in 196 of 197 (lm_head in BF16); saves 1.0 MiB",
         ]
+        assert page.run(text("saved")) == "29.0 MiB"
         page.type("say:<b>Grüezi</b>")
         page.press("Enter")
         page.wait_for("!document.getElementById('send').disabled")

@@ -170,6 +170,7 @@ def engine_about(engine: Engine) -> dict[str, Scalar]:
     about: dict[str, Scalar] = {name: getattr(settings, name) for name in names}
     about["cuda_graphs"] = engine.has_graphs  # what runs, not what was asked for
     about["weight_bytes"] = weight_bytes(engine.model)
+    about["cache_bytes"] = sum(part.num_bytes for part in engine.precision.cache)
     return {**about, "num_pages": engine.stats().num_pages}
 
 

@@ -144,7 +144,7 @@ GRID = Kind(
     ops=(ATTENTION_GRID,),
     needs="shape operands median_ms num_heads num_kv_heads head_dim length",
     by="load_s",
-    title="Attention over a grid of shapes: {machine}",
+    title="Attention over a grid of shapes",
     text="As many tokens at every shape, as sequences of one length; operands are quantized "
     "beforehand. octavo is the FP8 implementation that it chooses by itself. Others in FP8 may "
     "add up in one level, or give a result in FP8.",

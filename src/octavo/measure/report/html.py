@@ -12,8 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
@@ -21,9 +22,23 @@ from octavo.extras import need
 from octavo.measure.records import Machine, Measurement, utc_now
 from octavo.measure.report.sections import Section
 from octavo.measure.report.tables import to_markdown
+from octavo.measure.report.verdict import (
+    LEAST_PERCENT,
+    MISSING_WORDS,
+    RATING_WORDS,
+    THRESHOLDS,
+    Reading,
+    Verdict,
+    counted,
+    verdict_lines,
+)
 from octavo.version import __version__
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 IMAGE, IMAGE_PROBLEM = "picture", "picture_problem"  # names in a record's case
+ABOUT = "About these numbers"  # sections that stand under no other heading
 MAX_BYTES = 16 * 2**20
 _TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 _STARTS = {"image/jpeg": b"\xff\xd8\xff", "image/png": b"\x89PNG\r\n\x1a\n"}
@@ -115,10 +130,12 @@ def render(
     summary: str = "",
     machines: Sequence[Machine] = (),
     commands: Sequence[str] = (),
+    verdicts: Sequence[Verdict] = (),
 ) -> str:
     """The page as text; every string that is given is escaped.
 
     machines: what the numbers were measured on. commands: what repeats the measurements.
+    verdicts: what the page says first.
     """
     check_packages()
     import jinja2
@@ -132,18 +149,21 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters["finite"] = _finite
+    environment.filters["spark"] = _spark
     has_figures = any(section.figures for section in sections)
-    ids: dict[str, str] = {}  # of each title that a link may name: of several the first
-    for number, section in enumerate(sections, 1):
-        ids.setdefault(section.title, f"section-{number}")
-    for link in (link for section in sections for link in section.links):
-        if link.to not in ids:
-            raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
+    numbered = list(enumerate(sections, 1))
+    groups = groupby(numbered, key=lambda one: one[1].group)
     return environment.get_template("report.html").render(
         title=title,
         summary=summary,
         sections=sections,
-        ids=ids,
+        groups=[(name, list(own)) for name, own in groups],
+        verdicts={name: list(own) for name, own in groupby(verdicts, key=lambda one: one.machine)},
+        counts=counted(verdicts),
+        about=ABOUT,
+        thresholds=THRESHOLDS,
+        ratings=RATING_WORDS,
+        missing=MISSING_WORDS,
         machines=list(dict.fromkeys(map(describe, machines))),
         commands=list(dict.fromkeys(commands)),
         plotly_js=get_plotlyjs() if has_figures else "",
@@ -164,17 +184,49 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:
-    """A page of sections: texts, links, tables; what plots and images show is said in words."""
+def _spark(reading: Reading) -> "Markup":
+    """The small plot of a reading: bars from 0, or the interval of a share, and the reference."""
+    from markupsafe import Markup
+
+    is_share = reading.reference == 100
+    ends = [end for end in (reading.low, reading.high) if end is not None]
+    values = [value for _, value in reading.points]
+    low = min([*values, *ends, LEAST_PERCENT]) if is_share else 0.0
+    high = max([*values, *ends, reading.reference]) + 0.05 * (reading.reference - low)
+
+    def x(value: float) -> float:
+        return round(200 * (value - low) / (high - low), 1)
+
+    step = 40 / len(values)
+    shapes = []
+    for i, value in enumerate(values):
+        y = round(step * i + step / 2 + 1, 1)
+        if ends:
+            shapes.append(f'<path d="M{x(min(ends))} {y}H{x(max(ends))}" stroke-width="2"/>')
+        start = x(value) - 4 if is_share else 0
+        height = min(10, step - 2)
+        shapes.append(f'<path d="M{start} {y}H{x(value) + 4 * is_share}" stroke-width="{height}"/>')
+    shapes.append(f'<path class="reference" d="M{x(reading.reference)} 0V42"/>')
+    return Markup("".join(shapes))  # numbers alone
+
+
+def sections_markdown(
+    sections: Sequence[Section],
+    *,
+    title: str,
+    summary: str = "",
+    verdicts: Sequence[Verdict] = (),
+) -> str:
+    """A page of sections: verdicts, texts, tables; what plots and images show is said in words."""
     parts = [f"# {title}", *([summary] if summary else [])]
+    parts += [text if rating is None else f"**{text}**" for rating, text in verdict_lines(verdicts)]
+    group = ""
     for section in sections:
-        parts += [f"## {section.title}", *section.paragraphs]
-        links = []
-        for link in section.links:  # to the anchors that headings have on GitHub
-            anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
-            text = link.text.replace("[", "(").replace("]", ")")
-            links.append(f"- [{text}](#{anchor})")
-        parts += ["\n".join(links)] if links else []
+        if section.group != group:
+            group = section.group
+            parts += [f"## {group or ABOUT}"]
+        headline = [section.headline] if section.headline else []
+        parts += [f"### {section.title}", *headline, *section.paragraphs]
         parts += [f"Plot: {figure.caption}" for figure in section.figures]
         parts += [f"Image: {sheet.caption}" for sheet in section.sheets]
         for table in section.tables:

@@ -10,8 +10,7 @@ from itertools import pairwise
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import IMAGE, IMAGE_PROBLEM, is_image_url
-from octavo.measure.report.quality import recovers
-from octavo.measure.report.sections import Kind, Rows, Sheet, best_row, dots
+from octavo.measure.report.sections import Kind, Rows, Sheet, dots
 
 _MAX_PROMPTS = 12  # that a caption names
 
@@ -54,13 +53,12 @@ CHARTQA = Kind(
     needs="model recipe relaxed_accuracy_percent num_questions",
     by="model data num_questions",
     rows="recipe",
-    title="Questions about charts: {model}, {data}, {machine}",
+    title="Questions about charts: {model}, {data}",
     text=lambda rows: (
         f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
         "same word. A difference whose interval has 0 in it is none that these questions could "
         f"show. {' '.join(_unseen(rows, 'recipe'))}"
     ),
-    headline=recovers("chart questions"),
     figures=dots(
         "difference_points",
         caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are right as "
@@ -71,6 +69,7 @@ CHARTQA = Kind(
             values["difference_points"] - values["difference_low_points"],
         ),
         series=lambda row: "difference",
+        reference=0.0,
     ),
     sheets=_chart_sheets,
     caption="Charts, by recipe",
@@ -141,13 +140,8 @@ IMAGES = Kind(
     needs="model row",
     by="model dtype prompts_sha256 num_pictures num_inference_steps seed",
     rows="row",
-    title="Images: {model}, {num_pictures} prompts, {machine}",
+    title="Images: {model}, {num_pictures} prompts",
     text=_image_text,
-    headline=best_row(
-        "worst_psnr_db",
-        "{model}: the worst image has {worst_psnr_db:.1f} dB PSNR against {baseline}, with {row}.",
-        min,
-    ),
     figures=lambda rows: _PSNR_DOTS(_scored(rows)),
     sheets=_image_sheets,
     caption="Images, by row",

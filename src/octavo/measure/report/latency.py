@@ -167,33 +167,14 @@ def _model(records: Rows) -> str:
     return f"{case['model']}{batch}"
 
 
-def _headline(records: Rows) -> str:
-    """The best row at its longest input: times of short ones are the host's, and scatter."""
-    said = []
-    for words in ("ITL", "TTFT"):
-        value = f"{words.lower()}_speedup"
-        rows = tables.newest([row for row in records if value in row.values], "row", "input_len")
-        longest = {row.case["row"]: row for row in sorted(rows, key=_length)}
-        if longest:
-            best = max(longest.values(), key=lambda row: row.values[value])
-            said.append(
-                f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
-                f"{_length(best):,} tokens, against {best.baseline}"
-            )
-    return f"{_model(records)}: {'; '.join(said)}." if said else ""
-
-
 LATENCY = Kind(
     ops=("latency",),
     needs="model row input_len output_len batch_size median_itl_ms p10_itl_ms p90_itl_ms "
     "median_ttft_ms p10_ttft_ms p90_ttft_ms",
     by=f"{ENGINE} page_size max_num_batched_tokens batch_size output_len",
     rows=lambda records: records,
-    title=lambda rows: (
-        f"Latency over the input length: {_model(rows)}, {tables.machine_name(rows[0])}"
-    ),
+    title=lambda rows: f"Latency over the input length: {_model(rows)}",
     text=lambda rows: "\n\n".join(_text(rows)),
-    headline=_headline,
     figures=lambda rows: [_figure(rows_of(rows), metric) for metric in (ITL, TTFT)],
     tables=lambda rows: [
         table for metric in (ITL, TTFT) if (table := _table(rows_of(rows), metric)).rows
@@ -205,8 +186,8 @@ def _text(records: Rows) -> Iterator[str]:
     """What is measured and fitted, and in words what the fits cannot say."""
     case, rows = records[0].case, rows_of(records)
     yield (
-        f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
-        f"{tables.machine_name(records[0])}. ITL, the time between tokens, is a line over the "
+        f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt. ITL, "
+        "the time between tokens, is a line over the "
         "context; TTFT, the time to the first token, has a square term as well, which is "
         "attention. Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are "
         "there where more lengths were measured than a fit has terms."
@@ -354,8 +335,7 @@ def _caption(rows: Sequence[Row], metric: Metric) -> str:
 
 def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
-    line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-    layout["shapes"].append(line | {"line": plots.guide(1, "dot")})
+    layout["shapes"].append(plots.mark("x", x))
     before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
     # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
     at = math.log10(x) if layout["xaxis"]["type"] == "log" else x

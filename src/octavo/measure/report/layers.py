@@ -74,7 +74,7 @@ QUANTIZATION = Kind(
     ops=("quantize_error",),
     needs="layer tensor format granularity sqnr_db",
     rows=_choices,
-    title="Queries, keys and values in 8 bits: {model}, {machine}",
+    title="Queries, keys and values in 8 bits: {model}",
     text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more means "
     "half the error. e4m3 has one more bit of mantissa than e5m2. Finer scales help only as far as "
     "a few large values set the scale of many small ones.",
@@ -102,7 +102,7 @@ ATTENTION = Kind(
     ops=("attention_error",),
     needs="layer recipe relative_rms",
     rows="layer recipe",
-    title="Attention in FP8, layer by layer: {model}, {machine}",
+    title="Attention in FP8, layer by layer: {model}",
     text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
     "with two-level accumulation, beside BF16.",
     figures=partial(
@@ -125,7 +125,7 @@ DECODING = Kind(
     ops=("decode_error",),
     needs="layer recipe relative_rms bytes_per_token",
     rows="layer recipe",
-    title="Decoding over an FP8 KV cache: {model}, {machine}",
+    title="Decoding over an FP8 KV cache: {model}",
     text=lambda rows: (
         "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
         f"is the storage's. Bytes per token and layer: {_bytes_per_token(rows)}."
@@ -150,7 +150,7 @@ ACCUMULATION = Kind(
         _with_case(record, "needle", "found" if record.get("is_found") else "lost")
         for record in newest(records, "length", "accumulation")
     ],
-    title="Why accumulation has two levels: {machine}",
+    title="Why accumulation has two levels",
     text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for bit "
     "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
     "the haystack's sum stands still, never cancels, and buries the needle.",
@@ -172,7 +172,7 @@ LEVELS = Kind(
     needs="shape causal value_mean promote_every median_ms relative_rms",
     by="",
     rows="impl shape causal value_mean promote_every",
-    title="Levels of accumulation: {machine}",
+    title="Levels of accumulation",
     text="FP8 attention whose sums of P·V move from the tensor core to float32 after so many tiles "
     "of keys; none is one level. Sums over values of mean 0 stay small; those over values of mean "
     "1 grow with every key.",
@@ -289,7 +289,7 @@ SENSITIVITY = Kind(
     rows=lambda records: sorted(
         newest(records, "op", "layer"), key=lambda r: (r.op != "sensitivity", -r.values["error"])
     ),
-    title="Sensitivity of layers: {model}, by {by}, {machine}",
+    title="Sensitivity of layers: {model}, by {by}",
     text=_sensitivity_text,
     headline=lambda rows: "".join(
         f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "

@@ -10,7 +10,7 @@ from octavo.measure.report import images, layers, quality, speed
 from octavo.measure.report.attention_grid import GRID
 from octavo.measure.report.kernels import Roof, kernel_kinds
 from octavo.measure.report.latency import LATENCY
-from octavo.measure.report.sections import Kind, Link, Section
+from octavo.measure.report.sections import Kind, Section
 from octavo.measure.report.tables import MISSING, Table
 
 UNKNOWN = "no section for this op"
@@ -37,7 +37,9 @@ def report_sections(
     compared: Sequence[Measurement] = (),
     notes: Sequence[str] = (),
 ) -> list[Section]:
-    """The sections of a page: a summary, what was measured, where it comes from, what is not shown.
+    """The sections of a page: what was measured, where it comes from, what is not shown.
+
+    What was measured on one machine stands together.
 
     compared: advice beside what was measured, made from the same records. notes: what could not be
     made of the records, and why. ConfigError if there are no records.
@@ -57,15 +59,17 @@ def report_sections(
             hidden[record.op, record.impl, why] += 1
         else:
             shown.append(record)
-    made = _numbered(
-        [s for part in parts for s in part.make([r for r in shown if r.op in part.ops])]
-    )
+    made = [s for part in parts for s in part.make([r for r in shown if r.op in part.ops])]
+    by_group: dict[str, list[Section]] = {}
+    for section in made:
+        by_group.setdefault(section.group, []).append(section)
     last = [_not_shown(hidden, notes)] if hidden or notes else []
-    return [*_summary(made), *made, _sources(records), *last]
+    ordered = [section for own in by_group.values() for section in _numbered(own)]
+    return [*ordered, _sources(records), *last]
 
 
 def _numbered(sections: Sequence[Section]) -> list[Section]:
-    """The sections with titles of their own, which links lead to: the second of a title is (2)."""
+    """The sections with titles of their own: the second of a title is (2)."""
     counts: Counter[str] = Counter()
     found = []
     for section in sections:
@@ -74,18 +78,6 @@ def _numbered(sections: Sequence[Section]) -> list[Section]:
         title = section.title if number == 1 else f"{section.title} ({number})"
         found.append(replace(section, title=title))
     return found
-
-
-def _summary(sections: Sequence[Section]) -> list[Section]:
-    """The headlines of the sections, each a link to where it comes from; nothing without any."""
-    links = tuple(Link(section.headline, section.title) for section in sections if section.headline)
-    summary = Section(
-        title="Summary",
-        text="The largest speed-ups, those of latency at the longest input of each row, and what "
-        "is recovered of the quality; each line leads to its numbers.",
-        links=links,
-    )
-    return [summary] if links else []
 
 
 def _sources(records: Sequence[Measurement]) -> Section:

@@ -55,8 +55,12 @@ def bars(
     series: str = "impl",
     x_title: str = "",
     y_title: str = "",
+    reference: float | None = None,
 ) -> Figure:
-    """Groups of bars: one group per value of `x`, one colour per value of `series`."""
+    """Groups of bars: one group per value of `x`, one colour per value of `series`.
+
+    reference: a line at the value of the baseline.
+    """
     style = {"texttemplate": "%{y:.3g}", "textposition": "outside", "cliponaxis": False}
     traces: list[Trace] = []
     for name, some in _series(records, x, y, series).items():
@@ -66,6 +70,9 @@ def bars(
     layout = axes(x_title or label(x), y_title or label(y), len(traces))
     layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]
+    if reference is not None:
+        layout["shapes"] = [mark("y", reference)]
+        values.append(reference)
     if values and min(values) >= 0 < max(values):
         # Room for the number over the highest bar, below the legend.
         layout["yaxis"]["range"] = [0, 1.15 * max(values)]
@@ -99,10 +106,17 @@ def lines(
     return Figure(caption=caption, data=tuple(traces), layout=layout)
 
 
-def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: str) -> Figure:
+def points(
+    series: Mapping[str, Sequence[Point]],
+    *,
+    caption: str,
+    value_title: str,
+    reference: float | None = None,
+) -> Figure:
     """Names down, values across: one symbol and colour for each series, below each other.
 
     The axis of names has no title, which would lie among them; the caption says what they are.
+    reference: a value that the axis includes, with a line at it.
     """
     names = list(dict.fromkeys(point.name for some in series.values() for point in some))
     places = {name: place for place, name in enumerate(names)}
@@ -121,12 +135,20 @@ def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: 
         "ticktext": [wrapped(name) for name in names],
         "range": [len(names) - 0.5, -0.5],  # the first name on top
     }
+    if reference is not None:
+        every = [point for some in series.values() for point in some]
+        ends = [reference, *(p.value + p.up for p in every), *(p.value - p.down for p in every)]
+        room = 0.05 * (max(ends) - min(ends)) or 1.0
+        layout["xaxis"]["range"] = [min(ends) - room, max(ends) + room]
+        layout["shapes"] = [mark("x", reference)]
     height = _height(names) + 2 * len(series)
     return Figure(caption=caption, data=tuple(data), layout=layout, height_rem=height)
 
 
-def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) -> Figure:
-    """One bar for each name, names down: long ones have room."""
+def name_bars(
+    values: Mapping[str, float], *, caption: str, value_title: str, reference: float | None = None
+) -> Figure:
+    """One bar for each name, names down: long ones have room; reference: a line at this value."""
     trace = {
         "type": "bar",
         "orientation": "h",
@@ -138,6 +160,9 @@ def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) ->
     }
     layout = axes(value_title)
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    if reference is not None:
+        layout["xaxis"]["range"] = [0, 1.1 * max([reference, *values.values()])]
+        layout["shapes"] = [mark("x", reference)]
     return Figure(caption=caption, data=(trace,), layout=layout, height_rem=_height(values))
 
 
@@ -193,6 +218,13 @@ def error_bars(up: Sequence[float], down: Sequence[float]) -> Trace:
 def guide(width: int, dash: str) -> Trace:
     """The style of a line that is no series, such as a roof or the place of a crossing."""
     return {"color": _MARK, "width": width, "dash": dash}
+
+
+def mark(axis: str, value: float) -> Trace:
+    """A dotted line across the plot at a value of an axis, "x" or "y"."""
+    other = "y" if axis == "x" else "x"
+    ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1}
+    return {"type": "line", **ends, f"{other}ref": "paper", "line": guide(1, "dot")}
 
 
 def guide_line(

@@ -2,40 +2,26 @@
 
 import math
 import statistics
-from collections.abc import Callable
 from functools import partial
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, axes, heat_map
 from octavo.measure.report.sections import Kind, Rows, dots, either_side
-from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
+from octavo.measure.report.tables import Cell, Table, grouped, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
 COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
 _RECOVERY, _RECOVERY_ERROR = "recovery_percent", "recovery_standard_error_percent"
 _SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
 _score_dots = partial(dots, _SCORE, reach=either_side(_SCORE_ERROR))
-_recovery_dots = partial(dots, _RECOVERY, title="recovery (%)", reach=either_side(_RECOVERY_ERROR))
+_recovery_dots = partial(
+    dots,
+    _RECOVERY,
+    title="recovery (%)",
+    reach=either_side(_RECOVERY_ERROR),
+    reference=100.0,
+)
 _PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
-
-
-def recovery_headline(what: str, rows: Rows) -> str:
-    """What the rows recover, in one sentence: the least and the most of them; "" if none does."""
-    found = sorted(
-        (r.values[_RECOVERY], str(r.case["recipe"])) for r in rows if _RECOVERY in r.values
-    )
-    if not found:
-        return ""
-    (low, worst), (high, best) = found[0], found[-1]
-    model, machine = rows[0].case["model"], machine_name(rows[0])
-    if len(found) == 1:
-        return f"{model}, {what}: {worst} recovers {low:.1f} % ({machine})."
-    about = f"{low:.1f} % ({worst}) to {high:.1f} % ({best}), {machine}"
-    return f"{model}, {what}: recipes recover {about}."
-
-
-def recovers(what: str) -> Callable[[Rows], str]:
-    return lambda rows: recovery_headline(what, rows)
 
 
 _SAME_WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
@@ -46,11 +32,10 @@ PERPLEXITY = Kind(
     rows=lambda records: [
         row for run in grouped(records, *_SAME_WINDOWS).values() for row in newest(run, "recipe")
     ],
-    title="Perplexity: {model}, {machine}",
+    title="Perplexity: {model}",
     text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
     "error is much smaller than that of the perplexity.",
-    headline=recovers("perplexity"),
     figures=_recovery_dots(
         caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good "
         "as the baseline. Bars are one standard error over the windows of text.",
@@ -70,11 +55,8 @@ MRCR = Kind(
     needs="model data recipe bucket num_needles score_percent",
     by="model data num_needles",
     rows="recipe bucket",
-    title="Long conversations (MRCR): {model}, {data}, {machine}",
+    title="Long conversations (MRCR): {model}, {data}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
-    headline=lambda rows: recovery_headline(
-        "MRCR", [row for row in rows if row.case["bucket"] == "all"]
-    ),
     figures=_score_dots(
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
         "are one standard error.",
@@ -100,7 +82,7 @@ def _pass_title(rows: Rows) -> str:
     first = rows[0]
     data = ", ".join(str(x) for x in map(first.get, ("data", "subset", "split")) if x is not None)
     about = f"{_PASS_WORDS[first.op]}: {first.get('model')}, {data}"
-    return f"{about}, {_asked(rows)}, {machine_name(first)}"
+    return f"{about}, {_asked(rows)}"
 
 
 def _first(rows: Rows) -> str:
@@ -135,7 +117,6 @@ PASS_AT_1 = Kind(
         "by question, so that its standard error is smaller. Unparsed are answers without one "
         "that could be read, cut those that reached the limit of tokens."
     ),
-    headline=lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows),
     figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
     columns=f"recipe {_SCORE} {_SCORE_ERROR} repetition_standard_error_percent {_RECOVERY} "
@@ -148,7 +129,7 @@ TEXTS = Kind(
     ops=("texts",),
     needs="model recipe prompt text",
     rows="prompt recipe",
-    title="Texts: {model}, {machine}",
+    title="Texts: {model}",
     text="The same prompts, answered with each recipe.",
     caption="Texts, by prompt and recipe",
     columns="prompt recipe text",
@@ -181,17 +162,25 @@ def needle_table(records: Rows) -> Table:
 
 
 def needle_figures(records: Rows) -> tuple[Figure, ...]:
-    """A heat map for each row: lengths across, depths down."""
-    return tuple(_heat_map(name, own) for name, own in _by_recipe(records).items())
+    """A heat map for each row that finds more at some places than at others."""
+    return tuple(_heat_map(name, own) for name, own in _by_recipe(records).items() if _varies(own))
 
 
-def _needle_headline(rows: Rows) -> str:
-    said = [
-        f"{cells[0]} {cells[-1]:.1f} %"
-        for cells in needle_table(rows).rows
-        if isinstance(cells[-1], float)
+def _varies(records: Rows) -> bool:
+    return len({record.values["found_percent"] for record in records}) > 1
+
+
+def _needle_text(records: Rows) -> str:
+    same = [
+        f"{name} finds {own[0].values['found_percent']:.0f} % at every length and depth."
+        for name, own in _by_recipe(records).items()
+        if not _varies(own)
     ]
-    return f"{rows[0].case['model']}: needles recovered: {', '.join(said)}." if said else ""
+    return (
+        "Every prompt has keys with values, and asks for the value of one of them, the needle. A "
+        "cell is how many needles a row finds, by the tokens of the prompt and the needle's place "
+        f"in it, from the start (0 %) to the end (100 %). {' '.join(same)}"
+    )
 
 
 NEEDLE = Kind(
@@ -199,11 +188,8 @@ NEEDLE = Kind(
     needs="model haystack recipe length depth repetitions found_percent",
     by="model haystack repetitions",
     rows="recipe length depth",
-    title="Needles in a haystack: {model}, {machine}",
-    text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
-    "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "
-    "it, from the start (0 %) to the end (100 %).",
-    headline=_needle_headline,
+    title="Needles in a haystack: {model}",
+    text=_needle_text,
     figures=needle_figures,
     tables=lambda rows: [needle_table(rows)],
 )

@@ -21,28 +21,23 @@ class Sheet:
     url: str
 
 
-@dataclass(frozen=True)
-class Link:
-    """A sentence that leads to the section with this title."""
-
-    text: str
-    to: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A heading, what to say about it (paragraphs between blank lines), and what it shows.
 
-    headline: its result in one sentence, for a summary. links: to other sections of the page.
+    group: the heading that it stands under, such as the machine that all of it was measured on.
+    headline: its result in one sentence, which is read before the section is unfolded. is_open:
+    whether it is unfolded.
     """
 
     title: str
+    group: str = ""
     text: str = ""
     headline: str = ""
-    links: tuple[Link, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     sheets: tuple[Sheet, ...] = ()
+    is_open: bool = False
 
     @property
     def paragraphs(self) -> list[str]:
@@ -54,8 +49,8 @@ class Section:
 class Kind:
     """A part of a page by description: a section for each machine and value of `by`.
 
-    Texts have names of `by` and {machine} in braces, or are functions of the rows. Names of cases
-    and values are words of one string.
+    Texts have names of `by` in braces, or are functions of the rows. Names of cases and values are
+    words of one string.
 
     Attributes:
         ops: The ops whose records it shows.
@@ -67,7 +62,7 @@ class Kind:
         columns: Of the table; those that no row fills are left out.
         heads: Words over columns in place of their usual ones.
         tables: Makes other tables than the one of `columns`.
-        headline: The result in one sentence, for the summary.
+        headline: The result in one sentence, of what no verdict is about.
     """
 
     ops: tuple[str, ...]
@@ -108,30 +103,13 @@ class Kind:
         )
         return Section(
             title=title,
+            group=str(names["machine"]),
             text=text,
             headline=self.headline(rows),
             figures=tuple(self.figures(rows)),
             tables=tuple(tables(rows)),
             sheets=tuple(self.sheets(rows)),
         )
-
-
-def best_row(
-    value: str, sentence: str, choose: Callable[..., Measurement] = max
-) -> Callable[[Rows], str]:
-    """A headline about the row with the largest value, of those that are compared with another.
-
-    sentence: with names of the row's case and values, and {baseline}, in braces.
-    """
-
-    def headline(rows: Rows) -> str:
-        compared = [row for row in rows if row.baseline is not None and value in row.values]
-        if not compared:
-            return ""
-        best = choose(compared, key=lambda row: row.values[value])
-        return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
-
-    return headline
 
 
 def dots(
@@ -142,6 +120,7 @@ def dots(
     reach: Callable[[Mapping[str, float]], tuple[float, float]] = lambda values: (0.0, 0.0),
     name: str = "recipe",
     series: Callable[[Measurement], str] = lambda row: "",
+    reference: float | None = None,
 ) -> Figures:
     """A point for each row that has this value, if any does; reach: of error bars, up and down."""
 
@@ -153,7 +132,7 @@ def dots(
                 found.setdefault(series(row), []).append(point)
         if found:
             words = caption(rows) if callable(caption) else caption
-            yield points(found, caption=words, value_title=title)
+            yield points(found, caption=words, value_title=title, reference=reference)
 
     return figures
 

@@ -8,8 +8,8 @@ from html import escape
 from octavo.measure.records import Measurement
 from octavo.measure.report import plots
 from octavo.measure.report.latency import ENGINE
-from octavo.measure.report.sections import Kind, Rows, best_row
-from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
+from octavo.measure.report.sections import Kind, Rows
+from octavo.measure.report.tables import Cell, Table, grouped, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -44,7 +44,9 @@ def _step(
         if len({row.case["size"] for row in rows}) == 1:
             # No groups and no legend: many recipes have room below each other.
             speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
-            yield plots.name_bars(speedups, caption=caption, value_title="speed-up (×)")
+            yield plots.name_bars(
+                speedups, caption=caption, value_title="speed-up (×)", reference=1.0
+            )
         else:
             yield plots.bars(
                 compared,
@@ -54,19 +56,16 @@ def _step(
                 series="recipe",
                 x_title=x_title,
                 y_title="speed-up (×)",
+                reference=1.0,
             )
 
     return Kind(
         ops=(op,),
         needs=f"model recipe median_ms {needs}",
         rows=rows,
-        title=f"{title}: {{model}}, {{machine}}",
+        title=f"{title}: {{model}}",
         text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
         "or not, compiled or not).",
-        headline=best_row(
-            "speedup",
-            "{model}: {speedup:.2f} times as fast with {recipe} at {size}, against {baseline}.",
-        ),
         figures=figures,
         caption=f"{what}: medians",
         columns=columns,
@@ -77,7 +76,8 @@ def _compared(rows: Rows) -> Rows:
     return [row for row in rows if row.baseline is not None and "speedup" in row.values]
 
 
-def _diffusion_size(record: Measurement) -> str:
+def diffusion_size(record: Measurement) -> str:
+    """The inputs of a step, and how many of its blocks ran."""
     layers = record.case.get("layers", "all")
     kept = "" if layers == "all" else f", {layers} block{'s' if layers != 1 else ''} of each kind"
     return f"{record.case.get('inputs', 'inputs')}{kept}"
@@ -96,7 +96,7 @@ DIFFUSION = _step(
     "diffusion_step",
     title="Diffusion step",
     what="One step of the transformer, by the size of its inputs",
-    size=_diffusion_size,
+    size=diffusion_size,
     x_title="inputs",
     columns="size recipe attention median_ms speedup relative_rms weight_bytes_ratio "
     "peak_bytes_ratio",
@@ -132,7 +132,7 @@ HOST = Kind(
     needs="call median_us over_linear",
     by="device",
     rows="call",
-    title="Calls on the host: {machine}",
+    title="Calls on the host",
     text="One eager call of each op on tiny tensors, until everything is launched; on a CPU, "
     "until it is done.",
     figures=_host_figures,
@@ -159,13 +159,8 @@ THROUGHPUT = Kind(
     by=f"{ENGINE} data num_prompts input_len output_len range_ratio max_concurrency max_num_seqs "
     "max_num_batched_tokens",
     rows="row",
-    title="Throughput: {model}, {machine}",
+    title="Throughput: {model}",
     text=_throughput_text,
-    headline=best_row(
-        "output_throughput_gain",
-        "{model}: {output_throughput_gain:.2f} times the output tokens per second with {row}, "
-        "against {baseline}.",
-    ),
     figures=lambda rows: [
         plots.name_bars(
             {str(row.case["row"]): row.values["output_throughput"] for row in rows},
@@ -180,7 +175,7 @@ THROUGHPUT = Kind(
 SERVE = Kind(
     ops=("serve",),
     needs="model output_throughput",
-    title="Serving: {model}, {machine}",
+    title="Serving: {model}",
     text="Requests over HTTP to a server, as its users send them: at a rate, or with a number of "
     "them at once.",
     caption="Served requests, by run",
@@ -195,7 +190,7 @@ def _advice_headline(rows: Rows) -> str:
     if not errors:
         return ""
     return (
-        f"Advice on {machine_name(rows[0])}: {len(errors)} speed-ups of whole models predicted "
+        f"{len(errors)} speed-ups of whole models predicted "
         f"without their own records, half of them within {errors[(len(errors) - 1) // 2]:.1f} %, "
         f"all within {errors[-1]:.1f} %."
     )
@@ -232,7 +227,7 @@ COMPARED_ADVICE = Kind(
     needs="model what row measured_speedup",
     by="",
     rows=lambda records: records,
-    title="Advice: predicted against measured, {machine}",
+    title="Advice: predicted against measured",
     text="What octavo advise says of a model before anything of it was measured here, beside what "
     "was measured. Rows without a prediction say why.",
     headline=_advice_headline,
@@ -264,12 +259,6 @@ def _advised_text(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
-def _advised_headline(rows: Rows) -> str:
-    faster = [row for row in rows if "speedup" in row.values]
-    said = [f"{r.case['what']} {r.values['speedup']:.2f} times as fast" for r in faster]
-    return f"Advice for {_advised(rows)}: {'; '.join(said)}." if said else ""
-
-
 def _advised_tables(rows: Rows) -> list[Table]:
     header: tuple[str, ...] = ("what", "BF16", "recipe", "speed-up (×)")
     expected = Table(
@@ -292,7 +281,6 @@ ADVICE = Kind(
     rows="what",
     title=lambda rows: f"Advice: {_advised(rows)}",
     text=_advised_text,
-    headline=_advised_headline,
     tables=_advised_tables,
 )
 

@@ -22,6 +22,7 @@ from octavo.serving.server.bare_app import ERRORS, BaseServer, make_app, until_c
 from octavo.serving.server.guidance import MakeGrammar, guided_grammars
 from octavo.serving.server.jobs import Jobs
 from octavo.serving.server.metrics import TOKEN_TIMES, Metrics, RequestRecord, engine_families
+from octavo.serving.server.saved import saved_bytes
 from octavo.serving.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -58,6 +59,7 @@ class Server(BaseServer):
             # Prompts may be lists of tokens.
             max_body_values=max(settings.max_body_values, 2 * engine.max_context),
         )
+        self.saved = saved_bytes([engine.model], engine.precision.cache)
         self.engine = AsyncEngine(engine, self.settings)
         self.metrics = Metrics(TOKEN_TIMES, lambda: engine_families(self.engine))
 
@@ -104,6 +106,7 @@ class Server(BaseServer):
             "num_open": self.engine.num_open,
             "engine": dataclasses.asdict(self.engine.last_stats),
             "precision": self.engine.engine.precision.words(),
+            "saved_bytes": self.saved,
             "times": {name: self.metrics.sum_and_count(name) for name in TOKEN_TIMES},
         }
 

@@ -32,13 +32,17 @@ function showStatus(text, isBad) {
   status.classList.toggle("bad", isBad);
 }
 
-// What is in FP8; it stays the same while the server runs.
-function showPrecision(precision) {
+const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`);
+
+// What is in FP8, and the bytes that it saves; both stay the same while the server runs.
+function showPrecision(precision, saved) {
   const list = byId("precision");
   if (list.childElementCount) return;
+  const total = Object.values(saved).reduce((sum, bytes) => sum + bytes, 0);
+  byId("saved").textContent = total ? size(total) : "nothing";
   for (const [title, phrase] of Object.entries(precision)) {
     const fact = document.createElement("li");
-    fact.textContent = `${title}: ${phrase}`;
+    fact.textContent = `${title}: ${phrase}${saved[title] ? `; saves ${size(saved[title])}` : ""}`;
     list.append(fact);
   }
 }

@@ -27,11 +27,13 @@ from pydantic import AfterValidator, Field
 
 from octavo.brief import brief
 from octavo.errors import CapacityError, ConfigError, OctavoError
+from octavo.integrations.diffusers.pipeline import find_components
 from octavo.serving.engine.image_request import MAX_SIDE, ImageResult, ImageSampling
 from octavo.serving.server.api_error import ApiError, bad_request, client_left, failure
 from octavo.serving.server.async_engine import RequestThread
 from octavo.serving.server.bare_app import ERRORS, BaseServer, make_app, until_client_leaves
 from octavo.serving.server.metrics import REQUEST_TIMES, Metrics, RequestRecord, precision_families
+from octavo.serving.server.saved import saved_bytes
 from octavo.serving.server.schema import MAX_INT, Body, ModelName, Seed, Unserved, only
 from octavo.serving.server.settings import ServerSettings
 
@@ -174,6 +176,7 @@ class ImageServer(BaseServer):
         super().__init__(settings, drawer.model_name)
         self.metrics = Metrics(REQUEST_TIMES, self._families)
         self.num_images = 0
+        self.saved = saved_bytes(find_components(drawer.pipe).values())
         self.engine = ImageQueue(drawer, settings, self.metrics.times["queue"].observe)
 
     def _families(self) -> Iterator[Metric]:
@@ -221,6 +224,7 @@ class ImageServer(BaseServer):
             "num_images": self.num_images,
             "mean_s": time_s["sum_s"] / time_s["count"] if time_s["count"] else None,
             "precision": self.engine.drawer.precision.words(),
+            "saved_bytes": self.saved,
         }
 
     def add_routes(self, app: FastAPI) -> None:

@@ -57,7 +57,7 @@ async function ask(prompt) {
 
 function showNumbers(stats) {
   byId("model").textContent = stats.model;
-  showPrecision(stats.precision);
+  showPrecision(stats.precision, stats.saved_bytes);
   byId("open").textContent = stats.num_open;
   byId("waiting").textContent = `${stats.num_waiting} of them wait`;
   byId("images").textContent = stats.num_images;

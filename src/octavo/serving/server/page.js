@@ -119,7 +119,7 @@ function showNumbers(stats) {
   samples.push({ ...stats, time: performance.now() });
   if (samples.length > NUM_SAMPLES + 1) samples.shift();
   const { engine, times } = stats;
-  showPrecision(stats.precision);
+  showPrecision(stats.precision, stats.saved_bytes);
   const share = engine.num_pages ? engine.num_pages_in_use / engine.num_pages : 0;
   byId("model").textContent = `${stats.model} · context ${stats.max_model_len.toLocaleString()} tokens`;
   byId("pages-share").textContent = `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;

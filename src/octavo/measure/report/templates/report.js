@@ -27,15 +27,36 @@ function coloured(trace) {
   return { ...trace, marker: { ...trace.marker, color }, line: { ...trace.line, color } };
 }
 
+// What is folded has no size to be drawn in: it is drawn when it is unfolded.
+const plots = [...document.querySelectorAll(".plot")];
+const isFolded = (node) => node.closest("details:not([open])") !== null;
+
+function draw(node) {
+  const { data, layout } = JSON.parse(node.nextElementSibling.textContent);
+  Plotly.react(node, data.map(coloured), themed(layout), { displayModeBar: false });
+}
+
 function drawAll() {
-  for (const node of document.querySelectorAll(".plot")) {
-    const { data, layout } = JSON.parse(node.nextElementSibling.textContent);
-    Plotly.react(node, data.map(coloured), themed(layout), { displayModeBar: false });
-  }
+  plots.filter((node) => !isFolded(node)).forEach(draw);
+}
+
+function unfold() {
+  const target = document.getElementById(location.hash.slice(1));
+  target?.closest("details")?.setAttribute("open", "");
+  target?.scrollIntoView();
 }
 
 drawAll();
+unfold();
+addEventListener("hashchange", unfold);
+const drawInside = ({ target }) => plots.filter((node) => target.contains(node) && !isFolded(node)).forEach(draw);
+document.addEventListener("toggle", drawInside, true); // it does not bubble
 // plotly's own `responsive` follows the window, not the space that the page gives to the plot.
-const resizes = new ResizeObserver((entries) => entries.forEach((entry) => Plotly.Plots.resize(entry.target)));
-document.querySelectorAll(".plot").forEach((node) => resizes.observe(node));
+const resizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) if (target.data && !isFolded(target)) Plotly.Plots.resize(target);
+});
+plots.forEach((node) => resizes.observe(node));
 isDark.addEventListener("change", drawAll);
+// Paper is light.
+addEventListener("beforeprint", () => { document.documentElement.dataset.print = ""; drawAll(); });
+addEventListener("afterprint", () => { delete document.documentElement.dataset.print; drawAll(); });
