@@ -45,10 +45,11 @@ OVERLAPS = """(() => {
   }
   return found;
 })()"""
-# Every plot is there, and as wide as its place after the page has another width.
+# Every plot is there, and as large as its place after the page has another width.
 DRAWN = """[...document.querySelectorAll('.plot')].every((node) => {
   const svg = node.querySelector('svg.main-svg');
-  return svg && Math.abs(svg.getBoundingClientRect().width - node.clientWidth) < 2;
+  const box = svg?.getBoundingClientRect();
+  return box && Math.abs(box.width - node.clientWidth) < 2 && box.height > 0.9 * node.clientHeight;
 })"""
 
 # Pictures are decoded, and none makes the page wider.

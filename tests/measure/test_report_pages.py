@@ -179,6 +179,9 @@ def test_small_plots_have_the_reference_and_the_interval_in_them():
     # Percent from 95 to 100.25 on 200 units: 97.02 to 98.98, 98 and 100.
     assert '<path d="M77.0 21.0H151.6" stroke-width="2"/>' in page
     assert '<path class="reference" d="M190.5 0V42"/>' in page
+    broken = {**values, "recovery_percent": math.nan}
+    page = render([], verdicts=make_verdicts([replace(record, values=broken)]))
+    assert "<path" not in page and "nan %" in page
     page = render([], verdicts=make_verdicts([THROUGHPUT]))
     # Ratios from 0 to 1.55.
     assert '<path d="M0 21.0H193.5" stroke-width="10"/>' in page

@@ -190,6 +190,12 @@ def test_the_newest_record_counts():
     assert only([served("fp8", 1.5), old]).speed.text == "1.50×"
 
 
+def test_broken_numbers_are_no_gain_and_no_quality():
+    assert make_verdicts([served("fp8", gain) for gain in (math.nan, math.inf, 0.0, -1.0)]) == []
+    lost = only([read("fp8 head", math.nan, error=math.nan)])
+    assert lost.answer == "no, quality is lost" and "quality nan %" in lost.facts
+
+
 def test_records_that_lack_what_a_section_needs_are_left_out():
     speed = served("fp8", 1.5)
     assert make_verdicts([replace(speed, values={"output_throughput_gain": 1.5})]) == []
@@ -215,6 +221,7 @@ def test_rows_without_fp8_and_other_libraries_have_no_verdict():
         (94.0, {"error": 0.1}, "poor"),
         (94.0, {"interval": (88.0, 100.0)}, "fair"),  # noise may have done it
         (94.0, {}, "poor"),
+        (math.nan, {"error": math.nan}, "poor"),
     ],
 )
 def test_quality_by_its_value_and_its_interval(percent, about, rating):

@@ -68,6 +68,8 @@ def request_speedup(record: Measurement) -> float | None:
         return None
     num_gaps = int(record.case["output_len"]) - 1
     first, gaps = values["median_ttft_ms"], num_gaps * values["median_itl_ms"]
+    if first + gaps <= 0:
+        return None
     return (first * values["ttft_speedup"] + gaps * values["itl_speedup"]) / (first + gaps)
 
 
@@ -179,7 +181,8 @@ def _candidates(records: Rows, speed: SpeedOf) -> list[_Found]:
     """Every FP8 recipe of one workload."""
     by_key: dict[str, list[Measurement]] = {}
     for record in records:
-        is_compared = record.baseline is not None and speed.value(record) is not None
+        gain = speed.value(record)
+        is_compared = record.baseline is not None and gain is not None and 0 < gain < math.inf
         if is_compared and (key := recipe_key(record, speed.dialect)) is not None:
             by_key.setdefault(key, []).append(record)
     return [_candidate(key, own, records, speed) for key, own in by_key.items()]

@@ -191,6 +191,8 @@ def _spark(reading: Reading) -> "Markup":
     is_share = reading.reference == 100
     ends = [end for end in (reading.low, reading.high) if end is not None]
     values = [value for _, value in reading.points]
+    if not all(map(math.isfinite, [*values, *ends])):
+        return Markup("")
     low = min([*values, *ends, LEAST_PERCENT]) if is_share else 0.0
     high = max([*values, *ends, reading.reference]) + 0.05 * (reading.reference - low)
 

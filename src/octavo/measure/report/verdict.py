@@ -121,7 +121,7 @@ def quality_reading(
     rating: Rating = "good" if percent >= GOOD_PERCENT else "fair"
     if low is None or low < LEAST_PERCENT:
         rating = "fair"
-    if percent < LEAST_PERCENT:
+    if not percent >= LEAST_PERCENT:  # NaN is a broken result
         # Noise may have done it where the interval reaches what would be good.
         rating = "fair" if high is not None and high >= GOOD_PERCENT else "poor"
     return Reading(
