@@ -35,7 +35,7 @@ class OctavoAttention(AttentionImpl[Batch]):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int,
+        num_kv_heads: int | None = None,
         alibi_slopes: list[float] | None = None,
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
@@ -61,7 +61,7 @@ class OctavoAttention(AttentionImpl[Batch]):
                     f"{BACKEND} does not support {what}: choose another --attention-backend"
                 )
         self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads, self.scale = num_kv_heads, float(scale)
+        self.num_kv_heads, self.scale = num_kv_heads or num_heads, float(scale)
         self.kv_cache_dtype, self.is_fp8 = kv_cache_dtype, kv_cache_dtype in FP8
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -182,5 +182,5 @@ class OctavoAttention(AttentionImpl[Batch]):
     def _scale(self, scale: Tensor) -> Tensor:
         """A layer's scale as pages take it: [], or [num_kv_heads] if each head has its own."""
         if not self.is_fp8:
-            return torch.ones((), device=scale.device)
+            return torch.ones((), dtype=torch.float32, device=scale.device)
         return scale.reshape(()) if scale.numel() == 1 else scale.reshape(self.num_kv_heads)

@@ -11,12 +11,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.vllm.attention import OctavoAttention
 from octavo.integrations.vllm.batch import Batch, Requests, count_decodes
 from octavo.integrations.vllm.names import BACKEND, LOGGER, warn_on_gpu
+from octavo.integrations.vllm.plugin import backend_member
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 MAX_HEAD_SIZE = 256
@@ -36,7 +36,8 @@ class OctavoBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         """The backend's name on the command line."""
-        return BACKEND
+        name: str = backend_member().name
+        return name
 
     @staticmethod
     def get_impl_cls() -> type[OctavoAttention]:
@@ -59,10 +60,28 @@ class OctavoBackend(AttentionBackend):
         return PAGE_SIZE
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Any layout, that of octavo's own cache first: ops take pages of any strides."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
         first = KVCacheLayout.LBHNC
         return first, *(layout for layout in KVCacheLayout if layout is not first)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The shape of a layer's pages, contiguous as in LBHNC: vLLM 0.26 asks for it."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """What vLLM 0.26 calls that layout."""
+        return "HND"
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -117,12 +136,13 @@ class OctavoBackend(AttentionBackend):
 def is_asked_for() -> bool:
     """Whether the engine that is being made was started with --attention-backend OCTAVO."""
     config = get_current_vllm_config().attention_config
-    if any(backend.name == BACKEND for backend in config.backend_per_kind.values()):
+    octavo = backend_member()
+    if octavo in config.backend_per_kind.values():
         raise UnsupportedError(
-            f"backend_per_kind: on a CPU {BACKEND} runs all layers or none: use "
-            f"--attention-backend {BACKEND}"
+            f"backend_per_kind: on a CPU {octavo.name} runs all layers or none: use "
+            f"--attention-backend {octavo.name}"
         )
-    return config.backend is not None and config.backend.name == BACKEND
+    return bool(config.backend is octavo)
 
 
 class CpuBackend(CPUAttentionBackend):
