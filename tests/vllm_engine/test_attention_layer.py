@@ -56,10 +56,10 @@ def test_steps_of_all_kinds_are_close_to_float64(models, case):
         spans, (q, k, v), common = sequences.step(rows, counts)
         batch = builder.build(0, common)
         kinds.add((batch.decodes is not None, batch.prompts is not None))
-        assert len(batch.plans) == (batch.decodes is not None)
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, common.slot_mapping)
         output = torch.full((len(q), HEADS, HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
         layer.impl.forward(layer, q, k, v, layer.kv_cache, batch, output)
+        assert len(batch.plans) == (batch.decodes is not None)
         expected = truth(sequences, spans, case, sinks)
         error = (output.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
         # e4m3 has 3 bits behind the point: about 2.5 % for each of Q, K, P and V.
