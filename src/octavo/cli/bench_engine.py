@@ -232,7 +232,9 @@ def _find_vllm(rows: RowOptions) -> "Installation | None":
     if found is not None:
         return replace(found, has_plug_in=rows.plug_in)
     if rows.plug_in:
-        raise ConfigError(f"--plug-in: expected vLLM in the folder of --peers, got {rows.peers}")
+        raise ConfigError(
+            f"--plug-in: expected vLLM in the folder of --peers, got {rows.peers or 'none'}"
+        )
     if rows.peers is not None:
         err.print(f"no vLLM in {rows.peers}: its engine is not measured", soft_wrap=True)
     return None

@@ -1,6 +1,6 @@
 """The names by which vLLM knows octavo, and what octavo was tested with inside it."""
 
-# The minor versions that the plug-in is tested with, by `make test-vllm`.
+# The minor versions that the plug-in is tested with, by tests/vllm_engine.
 TESTED = ("0.26", "0.32")
 BACKEND = "OCTAVO"
 QUANTIZATION = "octavo"
