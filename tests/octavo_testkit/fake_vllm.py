@@ -5,6 +5,7 @@ Written into a folder, it stands where a bundle of the real one would. FAULT bre
 
 CODE = """
 import os, types, sys
+from importlib.metadata import entry_points
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -30,9 +31,20 @@ sampling_params.RequestOutputKind = types.SimpleNamespace(DELTA="delta")
 sys.modules["vllm.sampling_params"] = sampling_params
 
 
+names = ["vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"]
+for name in [*names, names[-1] + ".registry"]:
+    sys.modules[name] = types.ModuleType(name)
+# A closed list of names, as that of vLLM 0.26.
+sys.modules[name].AttentionBackendEnum = types.SimpleNamespace(CUSTOM=None)
+
+
 class LLMEngine:
     @classmethod
     def from_engine_args(cls, args):
+        global __version__
+        if asked := os.environ["VLLM_PLUGINS"]:
+            (found,) = entry_points(group="vllm.general_plugins", name=asked)
+            __version__ += "+" + found.load().__module__ + ":" + args.attention_backend
         if FAULT == "refuses":
             raise ValueError("no such model")
         engine = cls()

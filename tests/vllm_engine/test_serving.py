@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from octavo_testkit.vllm_engine.engines import apart, environment, run_engines
+from octavo_testkit.vllm_engine.engines import BACKEND, apart, environment, run_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
-ASKED = {"attention_backend": "OCTAVO", "kv_cache_dtype": "fp8", "quantization": "octavo"}
+ASKED = {"attention_backend": BACKEND, "kv_cache_dtype": "fp8", "quantization": "octavo"}
 START_S = 600
 
 
@@ -26,7 +26,7 @@ def test_two_processes_say_what_one_says(models, tmp_path):
     engine = {"model": str(models / "llama"), "max_tokens": 12}
     two = {"tensor_parallel_size": 2}
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    bf16 = {"attention_backend": "OCTAVO"}
+    bf16 = {"attention_backend": BACKEND}
     one = run_engines({"bf16": {**engine, **bf16}, "fp8": {**engine, **ASKED}}, tmp_path / "1")
     both = {}
     for name, asked in (("bf16", bf16), ("fp8", ASKED)):
@@ -51,7 +51,7 @@ def served(model, log):
         port = probe.getsockname()[1]
     command = [VLLM, "serve", str(model), "--max-model-len", "512", "--enforce-eager"]
     command += ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", "tiny", "--attention-backend", "OCTAVO"]
+    command += ["--served-model-name", "tiny", "--attention-backend", BACKEND]
     command += ["--kv-cache-dtype", "fp8", "--quantization", "octavo"]
     command += ["--additional-config", json.dumps({"octavo": {"ignored_layers": ["down_proj"]}})]
     address = f"http://127.0.0.1:{port}"

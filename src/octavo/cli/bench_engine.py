@@ -33,12 +33,14 @@ from octavo.cli.options import (
     repeat_command,
     takes_settings,
 )
+from octavo.errors import ConfigError
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.rows import ENGINE, describe_words
 
 if TYPE_CHECKING:
     from octavo.measure.bench.engine import Subject
     from octavo.measure.bench.sweep import Combination
+    from octavo.measure.bench.vllm_engine import Installation
     from octavo.measure.records import Measurement
     from octavo.serving.engine.settings import EngineSettings
 
@@ -181,10 +183,11 @@ def _run(
     from octavo.measure.bench.engine_load import run_load
     from octavo.measure.bench.engine_tables import told, vllm_documents
     from octavo.measure.bench.peer_impls import registered_prefill
-    from octavo.measure.bench.vllm_engine import Installation, twin_rows
+    from octavo.measure.bench.vllm_engine import twin_rows
     from octavo.measure.run import Records
 
     check_rows(rows.names, rows.skip_layers)
+    vllm = _find_vllm(rows)
     with err.status("making the model"):
         subject = open_subject(
             options.model,
@@ -196,10 +199,8 @@ def _run(
         found = make_rows(rows.names, subject, skip_layers=rows.skip_layers)
     case, num_steps, taken = fitting(subject)
     taken = {"config": options.config, "kv_cache_dtype": rows.names, **taken}
-    vllm = None if rows.peers is None else Installation.find(rows.peers)
-    if rows.peers is not None and vllm is None:
-        err.print(f"no vLLM in {rows.peers}: its engine is not measured", soft_wrap=True)
-    num_rows = len(found) + len(twin_rows(found) if vllm is not None else ())
+    twins = [] if vllm is None else twin_rows(found, has_plug_in=vllm.has_plug_in)
+    num_rows = len(found) + len(twins)
     bar = progress_bar("measuring", num_rows * num_steps, every_s=TIMED_S)
     with registered_prefill(rows.peers), bar as move:
         result = run_load(
@@ -225,6 +226,22 @@ def _run(
     return result.records, list(result.failures.values())
 
 
+def _find_vllm(rows: RowOptions) -> "Installation | None":
+    """vLLM in the folder of peers."""
+    from octavo.measure.bench.vllm_engine import Installation
+
+    found = None if rows.peers is None else Installation.find(rows.peers)
+    if found is not None:
+        return replace(found, has_plug_in=rows.plug_in)
+    if rows.plug_in:
+        raise ConfigError(
+            f"--plug-in: expected vLLM in the folder of --peers, got {rows.peers or 'none'}"
+        )
+    if rows.peers is not None:
+        err.print(f"no vLLM in {rows.peers}: its engine is not measured", soft_wrap=True)
+    return None
+
+
 def _end(failures: Sequence[str]) -> None:
     """Say what failed, and exit with 1 if something did."""
     for failure in failures:
@@ -236,7 +253,7 @@ def _end(failures: Sequence[str]) -> None:
 @takes_settings
 def sweep(
     *,
-    rows: Annotated[RowOptions, Flags(without=("kv_cache_dtype", "skip_layers"))],
+    rows: Annotated[RowOptions, Flags(without=("kv_cache_dtype", "skip_layers", "plug_in"))],
     file: Annotated[Path, typer.Argument()],
     output: Annotated[Path, typer.Option("--output", "-o", callback=check_file)],
     device: str | None = None,

@@ -215,11 +215,13 @@ class RowOptions:
             runs the same load beside ours (rows vllm, vllm+fp8, vllm+linear, vllm+fp8+linear, one
             for each kind of row). With its FlashAttention-3 (*.abi3.so) in it, rows may also ask
             for that: auto+prefill=vllm-fa3.
+        plug_in: Run vLLM with octavo's plug-in as well: rows vllm+octavo, vllm+octavo+fp8, …
     """
 
     kv_cache_dtype: tuple[str, ...] = ()
     skip_layers: Annotated[tuple[str, ...], typer.Option("--kv-cache-dtype-skip-layers")] = ()
     peers: Annotated[Path | None, typer.Option(exists=True, file_okay=False)] = None
+    plug_in: Annotated[bool, typer.Option("--plug-in")] = False
 
     @property
     def names(self) -> tuple[str, ...]:

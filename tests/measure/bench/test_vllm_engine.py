@@ -1,7 +1,10 @@
 """vLLM's engine beside ours, by a stand-in that runs the same weights in a process of its own."""
 
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,12 @@ from octavo.measure.bench import vllm_engine
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import make_rows, open_subject
 from octavo.measure.bench.engine_load import run_load
-from octavo.measure.bench.vllm_engine import Installation, twin_rows, weights_for_vllm
+from octavo.measure.bench.vllm_engine import (
+    Installation,
+    is_by_plug_in,
+    twin_rows,
+    weights_for_vllm,
+)
 from octavo.measure.report.latency import latency_sections
 from octavo.measure.rows import ENGINE, parse_rows
 from octavo.serving.engine.settings import EngineSettings
@@ -84,6 +92,43 @@ def test_vllm_runs_every_kind_of_row_once():
     assert [row.name for row in twins] == ["vllm", "vllm+fp8", "vllm+linear", "vllm+fp8+linear"]
     assert [row.kv_cache is not None for row in twins] == [False, True, False, True]
     assert [row.linear is not None for row in twins] == [False, False, True, True]
+
+
+def test_the_plug_in_runs_every_kind_of_row_too():
+    twins = twin_rows(parse_rows(["auto", "fp8+linear"], ENGINE), has_plug_in=True)
+    names = ["vllm", "vllm+fp8+linear", "vllm+octavo", "vllm+octavo+fp8+linear"]
+    assert [row.name for row in twins] == names
+    assert [is_by_plug_in(row) for row in twins] == [False, False, True, True]
+    assert [str(row.linear.weight) for row in twins[1::2]] == ["tensor", "channel"]
+
+
+def test_rows_of_the_plug_in_have_it(subject, tmp_path):
+    """Other rows have none, or their records would name it."""
+    vllm = replace(Installation.find(write_fake_vllm(tmp_path)), has_plug_in=True)
+    row = twin_rows(parse_rows(["auto"], ENGINE), has_plug_in=True)[1]
+    settings = EngineSettings(max_context=16)
+    with (
+        weights_for_vllm(subject) as folder,
+        vllm_engine.open_vllm(vllm, subject, folder, row, settings) as engine,
+    ):
+        about = engine.about
+    assert about["vllm"] == "0.0.fake+octavo.integrations.vllm.plugin:CUSTOM"
+
+
+def test_an_environment_of_vllm_gets_this_octavo_and_no_other_package(tmp_path):
+    row = twin_rows(parse_rows(["auto"], ENGINE), has_plug_in=True)[1]
+    vllm = Installation(Path(sys.executable), has_plug_in=True)
+    environment = vllm.environment(row, is_cuda=True, folder=tmp_path)
+    assert environment["PYTHONPATH"] == str(tmp_path) and environment["VLLM_PLUGINS"] == "octavo"
+    code = (
+        "import octavo; from importlib.metadata import entry_points as e\n"
+        "print(octavo.__file__, *(x.value for x in e(group='vllm.general_plugins')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True
+    )
+    entry = "octavo.integrations.vllm.plugin:register"
+    assert done.stdout.split() == [str(tmp_path / "octavo/__init__.py"), entry], done.stderr
 
 
 def test_fp8_rows_are_asked_of_vllm(subject, tmp_path, monkeypatch):

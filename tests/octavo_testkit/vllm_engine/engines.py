@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ ENVIRONMENT = {
 }
 # Lengths 1, a page, a page plus one, and odd ones; no token comes evenly.
 PROMPTS = [[(7 * i * i + 3 * n) % 300 + 5 for i in range(n)] for n in (5, 40, 130, 1, 64, 128, 129)]
+
+
+def is_0_26() -> bool:
+    """Whether this environment has vLLM 0.26."""
+    return version("vllm").startswith("0.26.")
+
+
+# What --attention-backend calls octavo.
+BACKEND = "CUSTOM" if is_0_26() else "OCTAVO"
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ class OctavoAttention(AttentionImpl[Batch]):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int,
+        num_kv_heads: int | None = None,
         alibi_slopes: list[float] | None = None,
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
@@ -61,7 +61,7 @@ class OctavoAttention(AttentionImpl[Batch]):
                     f"{BACKEND} does not support {what}: choose another --attention-backend"
                 )
         self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads, self.scale = num_kv_heads, float(scale)
+        self.num_kv_heads, self.scale = num_kv_heads or num_heads, float(scale)
         self.kv_cache_dtype, self.is_fp8 = kv_cache_dtype, kv_cache_dtype in FP8
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -107,8 +107,7 @@ class OctavoAttention(AttentionImpl[Batch]):
         query, out = query.view(shape), output.view(shape)
         pages, batch = self._pages(layer, kv_cache), attn_metadata
         if (decodes := batch.decodes) is not None:
-            plan = batch.plans.get(self.plan_key(layer, query.dtype))
-            out[decodes.tokens] = self._decode(query[decodes.tokens], pages, decodes, plan)
+            out[decodes.tokens] = self._decode(query[decodes.tokens], pages, decodes, batch.plans)
         if (prompts := batch.prompts) is not None:
             assert batch.cu_seqlens is not None
             out[prompts.tokens] = self._prefill(
@@ -116,22 +115,29 @@ class OctavoAttention(AttentionImpl[Batch]):
             )
         return output
 
-    def plan_key(self, layer: Any, dtype: torch.dtype) -> Hashable:
-        """What layers must have in common to share a decode plan."""
-        return self.spec.window, self.num_heads, self.is_fp8, layer._k_scale.numel(), dtype
-
-    def plan(self, layer: Any, decodes: Requests, q_len: int, dtype: torch.dtype) -> DecodePlan:
-        """The decode plan of a step, for this layer and those with its key."""
-        pages = self._pages(layer, layer.kv_cache)
-        view = pages.for_batch(decodes.page_table, decodes.lengths)
-        return ops.plan_decode(view, self.spec, num_heads=self.num_heads, q_len=q_len, dtype=dtype)
-
     def _decode(
-        self, q: Tensor, pages: PagedView, decodes: Requests, plan: DecodePlan | None
+        self,
+        q: Tensor,
+        pages: PagedView,
+        decodes: Requests,
+        plans: dict[Hashable, DecodePlan],
     ) -> Tensor:
         view = pages.for_batch(decodes.page_table, decodes.lengths)
         rows = q.unflatten(0, (len(decodes), decodes.max_query_len))
-        out = ops.decode_attention(rows, view, self.spec, sinks=self.sinks, plan=plan)
+        # Layers alike in these share a plan: the first of them makes it.
+        key = (
+            *(self.spec.window, self.num_heads, q.dtype),
+            *(pages.key_pages.shape, pages.dtype, pages.key_scale.dim()),
+        )
+        if key not in plans:
+            plans[key] = ops.plan_decode(
+                view,
+                self.spec,
+                num_heads=self.num_heads,
+                q_len=decodes.max_query_len,
+                dtype=q.dtype,
+            )
+        out = ops.decode_attention(rows, view, self.spec, sinks=self.sinks, plan=plans[key])
         return out.flatten(0, 1)
 
     def _prefill(
@@ -182,5 +188,5 @@ class OctavoAttention(AttentionImpl[Batch]):
     def _scale(self, scale: Tensor) -> Tensor:
         """A layer's scale as pages take it: [], or [num_kv_heads] if each head has its own."""
         if not self.is_fp8:
-            return torch.ones((), device=scale.device)
+            return torch.ones((), dtype=torch.float32, device=scale.device)
         return scale.reshape(()) if scale.numel() == 1 else scale.reshape(self.num_kv_heads)

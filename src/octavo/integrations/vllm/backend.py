@@ -9,14 +9,18 @@ from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.vllm.attention import OctavoAttention
 from octavo.integrations.vllm.batch import Batch, Requests, count_decodes
 from octavo.integrations.vllm.names import BACKEND, LOGGER, warn_on_gpu
+from octavo.integrations.vllm.plugin import backend_member
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 MAX_HEAD_SIZE = 256
@@ -36,7 +40,8 @@ class OctavoBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         """The backend's name on the command line."""
-        return BACKEND
+        name: str = backend_member().name
+        return name
 
     @staticmethod
     def get_impl_cls() -> type[OctavoAttention]:
@@ -59,10 +64,28 @@ class OctavoBackend(AttentionBackend):
         return PAGE_SIZE
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Any layout, that of octavo's own cache first: ops take pages of any strides."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
         first = KVCacheLayout.LBHNC
         return first, *(layout for layout in KVCacheLayout if layout is not first)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The shape of a layer's pages, contiguous as in LBHNC: vLLM 0.26 asks for it."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """What vLLM 0.26 calls that layout."""
+        return "HND"
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -117,12 +140,13 @@ class OctavoBackend(AttentionBackend):
 def is_asked_for() -> bool:
     """Whether the engine that is being made was started with --attention-backend OCTAVO."""
     config = get_current_vllm_config().attention_config
-    if any(backend.name == BACKEND for backend in config.backend_per_kind.values()):
+    octavo = backend_member()
+    if octavo in config.backend_per_kind.values():
         raise UnsupportedError(
-            f"backend_per_kind: on a CPU {BACKEND} runs all layers or none: use "
-            f"--attention-backend {BACKEND}"
+            f"backend_per_kind: on a CPU {octavo.name} runs all layers or none: use "
+            f"--attention-backend {octavo.name}"
         )
-    return config.backend is not None and config.backend.name == BACKEND
+    return bool(config.backend is octavo)
 
 
 class CpuBackend(CPUAttentionBackend):
@@ -145,18 +169,29 @@ class CpuBackend(CPUAttentionBackend):
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Splits each step's batch into decoding and prompts, and plans the decoding once."""
+    """Splits each step's batch into decoding and prompts.
+
+    A CUDA graph of decoding alone needs no more than `build`: layers read vLLM's own tensors, which
+    stay where they are, and the first layer makes the plan, on the device and as a part of the
+    graph. Padded requests have the length 0, for which kernels write zeros.
+    """
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of requests that decode equally many tokens, if one call decodes so many."""
+        if 1 + _num_drafted(vllm_config) <= MAX_QUERY_TOKENS:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        speculative = vllm_config.speculative_config
-        num_drafted = (speculative and speculative.num_speculative_tokens) or 0
         # Requests with so few query tokens come first in every batch.
-        self.reorder_batch_threshold = min(1 + num_drafted, MAX_QUERY_TOKENS)
+        self.reorder_batch_threshold = min(1 + _num_drafted(vllm_config), MAX_QUERY_TOKENS)
         warn_on_gpu()
-        is_fp8 = any(layer.impl.is_fp8 for layer in self._layers())
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        is_fp8 = any(layer.impl.is_fp8 for layer in layers)
         init_logger(LOGGER).info(
             "octavo runs attention in %d layers, over a KV cache in %s",
             len(layer_names),
@@ -174,7 +209,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         while query_lens and query_lens[-1] == 0:  # padding
             query_lens.pop()
-        num_decodes, q_len = count_decodes(query_lens)
+        num_decodes, _ = count_decodes(query_lens)
         decodes = prompts = cu_seqlens = None
         if num_decodes:
             decodes = _requests(common, slice(num_decodes), starts, query_lens)
@@ -183,22 +218,13 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
             prompts = _requests(common, rows, starts, query_lens)
             cu_seqlens = common.query_start_loc[rows.start : rows.stop + 1]
             cu_seqlens = cu_seqlens - cu_seqlens[0]
-        batch = Batch(decodes, prompts, cu_seqlens)
-        if decodes is not None:
-            self._plan(batch, decodes, q_len)
-        return batch
+        return Batch(decodes, prompts, cu_seqlens)
 
-    def _layers(self) -> list[Any]:
-        found = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        return list(found.values())
 
-    def _plan(self, batch: Batch, decodes: Requests, q_len: int) -> None:
-        """Make one plan for all layers that can share it."""
-        dtype = self.vllm_config.model_config.dtype
-        for layer in self._layers():
-            key = layer.impl.plan_key(layer, dtype)
-            if key not in batch.plans:
-                batch.plans[key] = layer.impl.plan(layer, decodes, q_len, dtype)
+def _num_drafted(vllm_config: Any) -> int:
+    """The most tokens that are speculated on for a request in a step."""
+    speculative = vllm_config.speculative_config
+    return (speculative and speculative.num_speculative_tokens) or 0
 
 
 def _requests(

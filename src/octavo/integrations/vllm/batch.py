@@ -45,7 +45,7 @@ class Batch:
 
     decodes: the requests at the front, with equally many query tokens. prompts: those behind, with
     cu_seqlens of their query tokens. Either may be missing. plans: of the decodes, by what layers
-    have in common that share one.
+    have in common that share one; layers fill it.
     """
 
     decodes: Requests | None

@@ -1,7 +1,7 @@
 """The names by which vLLM knows octavo, and what octavo was tested with inside it."""
 
-# The minor versions that the plug-in is tested with, by `make test-vllm`.
-TESTED = ("0.32",)
+# The minor versions that the plug-in is tested with, by tests/vllm_engine.
+TESTED = ("0.26", "0.32")
 BACKEND = "OCTAVO"
 QUANTIZATION = "octavo"
 # vLLM shows what is logged below "vllm".

@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`: tells vLLM what octavo offers, and takes over nothing.
 
 vLLM calls `register` in every process. What is asked for decides what runs: octavo's attention by
-`--attention-backend OCTAVO`, its linear layers by `--quantization octavo`.
+`--attention-backend OCTAVO` (in vLLM 0.26 `CUSTOM`), its linear layers by `--quantization octavo`.
 """
 
 import re
@@ -51,6 +51,11 @@ def backend_member() -> Any:
     """vLLM's name for octavo's backend, made if this process has none."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if not hasattr(AttentionBackendEnum, "register"):
+        # The names of vLLM 0.26 are a closed list; one of them is for backends from elsewhere.
+        member = AttentionBackendEnum.CUSTOM
+        register_backend(member, f"{_BACKENDS}.OctavoBackend")
+        return member
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, f"{_BACKENDS}.OctavoBackend")
         # vLLM's processes get the name with their settings, before they load any plug-in.

@@ -226,7 +226,8 @@ class Load:
             (row, "octavo", partial(self.open_octavo, row, is_plain=row is first)) for row in rows
         ]
         if self.vllm is not None:
-            opened += [(row, "vllm", partial(self.open_vllm, row)) for row in twin_rows(rows)]
+            twins = twin_rows(rows, has_plug_in=self.vllm.has_plug_in)
+            opened += [(row, "vllm", partial(self.open_vllm, row)) for row in twins]
         return [
             Participant(
                 name=row.name,

@@ -2,7 +2,7 @@
 
 vLLM runs in a process of its own, in its own Python if it has one, with its default settings apart
 from what the load says (requests at once, longest context) and prefix caching, which is off in our
-engine as well. Its plug-ins are not loaded.
+engine as well. Its plug-ins are not loaded, apart from octavo's own in the rows that are about it.
 """
 
 import json
@@ -28,9 +28,11 @@ from octavo.measure.records import Scalar
 from octavo.measure.rows import Row
 from octavo.serving.engine.request import MAX_LOGPROBS, Completion, TokenLogprobs, Usage
 from octavo.serving.engine.settings import EngineSettings
+from octavo.version import __version__
 
 BUNDLE = "vllm.tar.xz"
 LAST_LINES = 12  # of vLLM's log, in an error
+PLUG_IN = "octavo"  # in the name of a row: by octavo's plug-in
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": "",
@@ -51,11 +53,15 @@ _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 
 @dataclass(frozen=True)
 class Installation:
-    """Where vLLM is: the Python that runs it, and folders before and after what that Python has."""
+    """Where vLLM is: the Python that runs it, and folders before and after what that Python has.
+
+    has_plug_in: whether octavo runs in it, too, in rows of its own.
+    """
 
     python: Path
     first: Path | None = None
     last: Path | None = None
+    has_plug_in: bool = False
 
     @staticmethod
     def find(folder: Path) -> "Installation | None":
@@ -74,11 +80,15 @@ class Installation:
                 return _of_bundle(_unpacked(place / BUNDLE))
         return None
 
-    def environment(self, *, is_cuda: bool, folder: Path) -> dict[str, str]:
-        """The environment of vLLM's process; folder: takes a file that Python starts with."""
+    def environment(self, row: Row, *, is_cuda: bool, folder: Path) -> dict[str, str]:
+        """The environment of vLLM's process; folder: takes what comes first on Python's path."""
         found = {} if is_cuda else dict(_CPU_ENVIRONMENT)
         found |= {**env.of_child(), **_ENVIRONMENT}
         found.pop("PYTHONPATH", None)  # octavo's own packages are not vLLM's
+        if is_by_plug_in(row):
+            _link_octavo(folder)
+            found["VLLM_PLUGINS"] = PLUG_IN
+            found["PYTHONPATH"] = str(folder)
         if self.first is not None:
             found |= _BUNDLE_ENVIRONMENT
             # Processes that vLLM starts need the same packages in the same order.
@@ -103,27 +113,52 @@ def _unpacked(bundle: Path) -> Path:
     return target
 
 
-def twin_rows(rows: Sequence[Row]) -> list[Row]:
+def _link_octavo(folder: Path) -> None:
+    """Make this octavo, and no other package of this Python, one that vLLM finds in a folder."""
+    (folder / "octavo").symlink_to(Path(env.__file__).parent)
+    about = folder / f"octavo-{__version__}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: octavo\nVersion: {__version__}\n"
+    )
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\noctavo = octavo.integrations.vllm.plugin:register\n"
+    )
+
+
+def twin_rows(rows: Sequence[Row], *, has_plug_in: bool = False) -> list[Row]:
     """What vLLM runs beside these rows: BF16, FP8 pages, FP8 linear layers, or both of them.
 
     FP8 pages have the checkpoint's scales, or 1; linear layers are those of --quantization fp8. A
-    row of FP8 weights alone has no twin.
+    row of FP8 weights alone has no twin. has_plug_in: then the same with octavo's attention, and
+    linear layers those of --quantization octavo.
     """
     kinds = [
         (row.kv_cache is not None, row.linear is not None)
         for row in rows
         if row.linear is None or row.linear.activation is not None
     ]
-    return [_twin(*kind) for kind in dict.fromkeys(kinds)]
+    ways = (False, True) if has_plug_in else (False,)
+    return [_twin(way, *kind) for way in ways for kind in dict.fromkeys(kinds)]
 
 
-def _twin(has_fp8_cache: bool, has_fp8_linear: bool) -> Row:
-    words = ["vllm", *["fp8"] * has_fp8_cache, *["linear"] * has_fp8_linear]
+def is_by_plug_in(row: Row) -> bool:
+    """Whether a row of `twin_rows` is octavo's inside vLLM."""
+    return PLUG_IN in row.name.split("+")
+
+
+def _twin(by_plug_in: bool, has_fp8_cache: bool, has_fp8_linear: bool) -> Row:
+    words = [
+        "vllm",
+        *[PLUG_IN] * by_plug_in,
+        *["fp8"] * has_fp8_cache,
+        *["linear"] * has_fp8_linear,
+    ]
     fields: dict[str, Any] = {}
     if has_fp8_cache:
         fields["kv_cache"] = {"format": "e4m3", "scaling": "checkpoint"}
     if has_fp8_linear:
-        fields["linear"] = {"weight": "tensor", "activation": "tensor"}
+        fields["linear"] = {} if by_plug_in else {"weight": "tensor", "activation": "tensor"}
     return Row("+".join(words), fields)
 
 
@@ -239,6 +274,7 @@ def open_vllm(
 
     folder: of the subject's weights, or its hub name. settings: of our engine under the same load.
     """
+    by_plug_in = is_by_plug_in(row)
     asked = {
         "model": folder,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
@@ -246,7 +282,8 @@ def open_vllm(
         "max_model_len": settings.max_context,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_dtype": "auto" if row.kv_cache is None else "fp8",
-        "quantization": None if row.linear is None else "fp8",
+        "quantization": None if row.linear is None else PLUG_IN if by_plug_in else "fp8",
+        "attention_backend": "OCTAVO" if by_plug_in else None,
         "enforce_eager": settings.cuda_graphs is False,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "disable_log_stats": True,
@@ -256,7 +293,7 @@ def open_vllm(
         # -P: the files beside the worker are no modules of its own.
         command = [str(installation.python), "-P", vllm_worker.__file__]
         is_cuda = subject.device.type == "cuda"
-        environment = installation.environment(is_cuda=is_cuda, folder=Path(name))
+        environment = installation.environment(row, is_cuda=is_cuda, folder=Path(name))
         with (
             log.open("w") as written,
             subprocess.Popen(

@@ -22,6 +22,12 @@ def start(settings: Mapping[str, Any], memory_fraction: float) -> Any:
     import torch
     from vllm import EngineArgs, LLMEngine
 
+    if settings["attention_backend"] == "OCTAVO":
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        # The names of vLLM 0.26 are a closed list, in which the plug-in has another one.
+        name = "OCTAVO" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+        settings = {**settings, "attention_backend": name}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         settings = {
