@@ -148,3 +148,17 @@ def test_scales_that_cut_values_off_are_beyond_the_budget(answers):
 )
 def test_a_file_that_does_not_fit_is_refused(answers, name, reason):
     assert reason in answers[name]["error"]
+
+
+def test_each_of_two_processes_has_scales_of_its_own_heads(models, answers, folder):
+    engine = {**engine_of(models, "qwen2_vl"), **FP8, "tensor_parallel_size": 2}
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    prompts = prompts_with_images(4)
+    answer = run_engines({"two": engine}, folder / "two", prompts=prompts, **processes)["two"]
+    assert 0.002 < apart(answers["bf16"], answer)[0] < BUDGET
+    first, both = scaling_of(answer), scaling_of(answers["fp8"])
+    for name in LAYERS:
+        assert 0 < first[name]["v"] < 1.1 * both[name]["v"]
+    assert any(first[name]["v"] < 0.99 * both[name]["v"] for name in LAYERS)
+    log = (folder / "two" / "log").read_text()
+    assert log.count(f"{LOG}dynamic scales") == 2  # once in each worker

@@ -182,11 +182,24 @@ def test_saved_scales_are_those_of_sixteen_passes_and_are_loaded(vllm, tmp_path,
     written = path.read_bytes()
     run(layers, 20)  # more passes change no file
     assert path.read_bytes() == written
-    assert all(layer.saver is None for layer in layers)
     for layer in Engine(vllm, mm_encoder_fp8_scale_path=str(path)).load():
         assert isinstance(layer.octavo.scaling, StaticScaling)
         assert float(layer.octavo.scaling.q) == pytest.approx(found.layers[layer.layer_name].q)
     assert caplog.messages[2].endswith(f"of the vision encoder, with static scales from {path}")
+
+
+def test_layers_without_passes_are_named_once(vllm, tmp_path, caplog):
+    """Such as those of an audio encoder, in a run without sound."""
+    path = tmp_path / "scales.json"
+    layers = Engine(vllm, mm_encoder_fp8_scale_save_path=str(path)).load()
+    run(layers[:2], 95, lengths=(2,))
+    assert not caplog.messages
+    run(layers[:2], 5, lengths=(2,))
+    (warning,) = caplog.messages
+    assert "expected 16 passes of every layer, got 'visual.blocks.2.attn.attn (0 pass" in warning
+    run(layers[2:], 16, lengths=(2,))
+    run(layers[:2], 16, lengths=(2,))
+    assert path.exists()
 
 
 def write(path, layers, header=None):

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from octavo.calibration.autosave import ScaleSaver
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.attention_layers import as_tensors
 from octavo.integrations.vllm.names import ENCODER_FLAG, LOGGER, warn_on_gpu
 from octavo.layers.encoder_attention import EncoderAttention
@@ -25,6 +25,8 @@ from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings
 
 INSTEAD = f"leave {ENCODER_FLAG} out"
+# Passes after which scales should have been saved.
+PATIENCE = 64
 
 
 class OctavoEncoderAttention(MMEncoderAttention):
@@ -35,7 +37,7 @@ class OctavoEncoderAttention(MMEncoderAttention):
 
     def _init_fp8_state(self) -> None:
         self.octavo: EncoderAttention | None = None
-        self.saver: ScaleSaver | None = None
+        self.saver: LoggingSaver | None = None
         self.asked = _asked_for()
         if self.asked is None:
             super()._init_fp8_state()
@@ -80,17 +82,32 @@ class OctavoEncoderAttention(MMEncoderAttention):
             starts, longest = cu_seqlens.to(torch.int32), _longest(max_seqlen, len(q))
             out = self.octavo(q, k, v, cu_seqlens=starts, max_seqlen=longest).reshape(query.shape)
         if self.saver is not None:
-            self._step(self.saver)
+            self.saver.step()
         return out
 
-    def _step(self, saver: ScaleSaver) -> None:
-        """Count this layer's pass; a file is written when all layers have had enough of them."""
-        was_saved = saver.is_saved  # by another layer's pass
-        saver.step()
-        if saver.is_saved:
-            self.saver = None
-            if not was_saved:
-                init_logger(LOGGER).info("octavo has saved the encoder's scales to %s", saver.path)
+
+class LoggingSaver(ScaleSaver):
+    """Says in vLLM's log when scales are saved or, after 64 passes, which layers it waits for.
+
+    It steps after each pass of each layer: 16 passes of all layers are a multiple of 16 steps, at
+    which it looks.
+    """
+
+    num_steps_left = 0
+
+    def step(self) -> None:
+        """One more layer has seen a pass."""
+        was_saved = self.is_saved
+        super().step()
+        self.num_steps_left -= 1
+        logger = init_logger(LOGGER)
+        if self.is_saved and not was_saved:
+            logger.info("octavo has saved the encoder's scales to %s", self.path)
+        elif self.num_steps_left == 0 and not was_saved:
+            try:
+                self.close()
+            except ConfigError as error:
+                logger.warning(str(error))
 
 
 # Layers that wait for the others of their model.
@@ -178,7 +195,8 @@ def _save_scales(layers: Sequence[OctavoEncoderAttention], path: str, margin: fl
         kind="vision_attention", model=get_current_vllm_config().model_config.model
     )
     parts = [layer.octavo for layer in layers if layer.octavo is not None]
-    saver = ScaleSaver(nn.ModuleList(parts), path, margin=margin, header=header)
+    saver = LoggingSaver(nn.ModuleList(parts), path, margin=margin, header=header)
+    saver.num_steps_left = PATIENCE * len(parts)
     for layer in layers:
         layer.saver = saver
 
