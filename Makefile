@@ -111,11 +111,11 @@ $(NEWEST_PATH): | $(READY)
 test-newest-triton: $(NEWEST_PATH)
 	PYTHONPATH=$(NEWEST_PATH) $(BIN)/pytest $(SLOW) tests/kernels/test_launching.py
 
-# PyPI's torchvision, torchaudio and torchcodec are made for CUDA, and do not load beside this torch.
-$(VLLM_READY): $(VLLM_TESTS)/requirements.txt $(VLLM_TESTS)/stub/pyproject.toml pyproject.toml
+# PyPI's torchaudio and torchcodec are made for CUDA, and do not load beside this torch.
+$(VLLM_READY): $(VLLM_TESTS)/requirements.txt $(wildcard $(VLLM_TESTS)/stub/*) pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $(VLLM_TESTS)/requirements.txt
-	$(VLLM_VENV)/bin/pip uninstall -qq -y torchaudio torchcodec torchvision
+	$(VLLM_VENV)/bin/pip uninstall -qq -y torchaudio torchcodec
 	$(VLLM_VENV)/bin/pip install -qq --no-deps --no-build-isolation ./$(VLLM_TESTS)/stub -e .
 	@touch $@
 

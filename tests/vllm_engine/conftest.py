@@ -17,4 +17,6 @@ def models(tmp_path_factory):
     tiny_models.save_llama(folder / "llama")
     tiny_models.save_gemma2(folder / "gemma2")
     tiny_models.save_mixtral(folder / "mixtral")
+    tiny_models.save_qwen2_vl(folder / "qwen2_vl")
+    tiny_models.save_qwen3_vl(folder / "qwen3_vl")
     return folder

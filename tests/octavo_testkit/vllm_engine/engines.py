@@ -42,19 +42,21 @@ def run_engines(
     jobs: Mapping[str, Mapping[str, Any]],
     folder: Path,
     *,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
+    prompts: Sequence[Any] = PROMPTS,
     before: str = "",
     **changes: str,
 ) -> dict[str, dict[str, Any]]:
     """The answers of all jobs, by name.
 
-    jobs: arguments of engines by name; "max_tokens" is of the sampling. before: Python that the
+    jobs: arguments of engines by name; "max_tokens" is of the sampling. prompts: tokens, or
+    {"tokens": …, "image": [height, width, seed]}; a job may have its own. before: Python that the
     process runs first. changes: of its environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = [{"name": name, "engine": dict(engine)} for name, engine in jobs.items()]
     for job in made:
-        job |= {"prompts": prompts, "max_tokens": job["engine"].pop("max_tokens", 16)}
+        job["prompts"] = job["engine"].pop("prompts", prompts)
+        job["max_tokens"] = job["engine"].pop("max_tokens", 16)
     (folder / "jobs.json").write_text(json.dumps(made))
     arguments = [str(folder / "jobs.json"), str(folder / "answers.json")]
     command = [str(SCRIPT), *arguments]

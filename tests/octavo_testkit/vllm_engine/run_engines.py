@@ -1,7 +1,8 @@
 """Runs vLLM's engine for each job of a file, one after the other; answers go to another file.
 
-A job has a name, arguments of the engine, and prompts of tokens. Its answer has the tokens with
-their log-probabilities, what ran the layers, and what octavo logged; or the error that ended it.
+A job has a name, arguments of the engine, and prompts: tokens, or {"tokens": …, "image": [height,
+width, seed]}. Its answer has the tokens with their log-probabilities, what ran the layers, and what
+octavo logged; or the error that ended it.
 Every job has its own engine, and all of them are in this process.
 """
 
@@ -11,11 +12,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from vllm import LLM, SamplingParams
 
 from octavo_testkit.vllm_engine.look import look
 
 TOP = 20
+
+
+def prompt_of(given: Any) -> dict[str, Any]:
+    """A prompt as vLLM takes it; an image has blocks of 14 pixels in colors of its own."""
+    if isinstance(given, list):
+        return {"prompt_token_ids": given}
+    height, width, seed = given["image"]
+    size = (-(-height // 14), -(-width // 14), 3)
+    blocks = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    pixels = blocks.repeat(14, 0).repeat(14, 1)[:height, :width]
+    images = {"image": Image.fromarray(pixels)}
+    return {"prompt_token_ids": given["tokens"], "multi_modal_data": images}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -30,8 +45,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         logprobs=TOP,
         detokenize=False,
     )
-    prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
-    answers = llm.generate(prompts, sampling, use_tqdm=False)
+    answers = llm.generate([prompt_of(x) for x in job["prompts"]], sampling, use_tqdm=False)
     counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     return {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],

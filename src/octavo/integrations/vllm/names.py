@@ -4,6 +4,8 @@
 TESTED = ("0.26", "0.32")
 BACKEND = "OCTAVO"
 QUANTIZATION = "octavo"
+# vLLM's flag for attention of vision encoders in FP8.
+ENCODER_FLAG = "--mm-encoder-attn-dtype"
 # vLLM shows what is logged below "vllm".
 LOGGER = "vllm.plugins.octavo"
 # vLLM's words for a KV cache in e4m3.
