@@ -107,7 +107,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "demo/chart_*.py": {"PIL"},
     "demo/stages.py": {"PIL"},
     "measure/evaluate/language.py": {"httpx"},
-    "measure/evaluate/math_equality.py": {"math_verify"},
+    "measure/evaluate/math_worker.py": {"math_verify"},
     "measure/evaluate/question_files.py": {"PIL", "datasets"},
     "measure/evaluate/image_scores.py": {"PIL", "lpips"},
     "serving/engine/llm.py": {"rich"},

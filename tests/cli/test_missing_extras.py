@@ -53,14 +53,14 @@ CALLS: dict[str, list[tuple[str, str | None]]] = {
     "eval chartqa": [("", "data,transformers"), ("llm", "data,transformers")],
     "eval choice": [
         ("llm --data choices.jsonl", "transformers"),
+        ("llm --data some/set", "data"),
+        ("llm --data problems.parquet", "data"),
         ("--endpoint http://127.0.0.1:9", "server"),
     ],
     "eval images": [("", "diffusers"), ("pipe --prompt cat", "diffusers")],
     "eval math": [
-        ("llm", "transformers"),
-        ("llm --data some/set", "data"),
-        ("llm --data problems.parquet", "data"),
-        ("--endpoint http://127.0.0.1:9", "server"),
+        ("llm", "math"),
+        ("--endpoint http://127.0.0.1:9", "math"),
     ],
     "eval mrcr": [("llm", "transformers")],
     "eval needle": [("", "transformers"), ("llm", "transformers")],

@@ -176,8 +176,8 @@ def math(
 ) -> None:
     """Mathematics, such as MATH-500 and AIME: pass@1 over repetitions, BF16 beside FP8.
 
-    An answer is what the last \\boxed holds, or what follows the last "answer is"; one that cannot
-    be read is wrong, and counted.
+    math-verify reads what the last \\boxed holds, or what follows "answer is", and compares it with
+    the true answer. An answer that cannot be read is wrong, and counted.
     """
     from octavo.measure.evaluate import tasks
 

@@ -15,7 +15,7 @@ from octavo.integrations.transformers.text_model import (
     load_generation_sampling,
 )
 from octavo.measure.evaluate.language import Reply
-from octavo.measure.evaluate.math_equality import make_checker
+from octavo.measure.evaluate.math_judge import MathJudge
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
 from octavo.measure.evaluate.tasks import (
@@ -31,7 +31,6 @@ from octavo.measure.run import Participant, Records, ready, run_workload
 from octavo.measure.store import TornLineWarning
 
 PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)
-CHECKER = make_checker("octavo")
 ABOUT = {"data": "generated", **PLAN.about()}
 
 
@@ -44,9 +43,9 @@ def choice_task(count, repetitions):
     return Task(op="choice", questions=questions, repetitions=repetitions)
 
 
-def math_task(count, repetitions):
+def math_task(count, repetitions, judge=None):
     questions = generated_math_questions(count)
-    return Task(op="math", questions=questions, repetitions=repetitions, checker=CHECKER)
+    return Task(op="math", questions=questions, repetitions=repetitions, judge=judge)
 
 
 def test_errors_of_questions_and_of_repetitions():
@@ -123,13 +122,17 @@ def test_records_of_choice():
 
 
 def test_records_of_math():
-    task = math_task(5, repetitions=1)
+    pytest.importorskip("math_verify")
+    judge = MathJudge()
+    task = math_task(5, 1, judge)
 
     def spelled(item):
-        return Reply(f"So it is \\boxed{{x = {item.answer}\\text{{ units}}}}.")
+        return Reply(f"So it is \\boxed{{{item.answer}\\text{{ units}}}}.")
 
     (record,) = evaluate([row("a", spelled)], task, AnswerFile())
-    assert record.values["score_percent"] == 100 and record.case["checker"] == "octavo"
+    judge.close()
+    assert record.values["score_percent"] == 100
+    assert record.case["checker"].startswith("math-verify 0.")
     with pytest.raises(ConfigError, match="rows of different names"):
         evaluate([], task, AnswerFile())
 

@@ -363,13 +363,9 @@ class MathRequest(ChoiceRequest):
         data: Problems: 'generated' arithmetic, a .jsonl, .parquet or .csv file or a folder of them
             (columns problem or question, and answer), or a data set such as HuggingFaceH4/MATH-500
             or HuggingFaceH4/aime_2024.
-        checker: How answers are compared: octavo, math_verify, or auto, which is math_verify after
-            octavo's own rules if that package is installed.
     """
 
     task = "math"
-
-    checker: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

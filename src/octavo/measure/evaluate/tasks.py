@@ -38,7 +38,7 @@ from octavo.measure.evaluate.language import (
     model_about,
     served_row,
 )
-from octavo.measure.evaluate.math_equality import Checker, make_checker
+from octavo.measure.evaluate.math_judge import MathJudge
 from octavo.measure.evaluate.mrcr import calibrate_on_chats
 from octavo.measure.evaluate.requests import ChoiceRequest, MathRequest
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
@@ -48,7 +48,7 @@ from octavo.measure.evaluate.task_data import (
     load_choice_questions,
     load_math_questions,
     read_letter,
-    read_math,
+    visible,
 )
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table, filled_table
@@ -234,14 +234,14 @@ ANSWERS = store.RowFormat(_parse, start=b'{"key": ')
 class Task:
     """Questions, each asked some times; seed: of the order of options.
 
-    checker: compares the answers of problems; None where answers are letters of options.
+    judge: reads and compares answers of problems; None where answers are letters of options.
     """
 
     op: str
     questions: Sequence[Question] = field(repr=False)
     repetitions: int = 1
     seed: int = 0
-    checker: Checker | None = None
+    judge: MathJudge | None = None
 
     @cached_property
     def items(self) -> list[Item]:
@@ -251,11 +251,11 @@ class Task:
 
     def grade(self, text: str, item: Item) -> tuple[str | None, bool]:
         """What a text answers, None if that cannot be read, and whether it is right."""
-        if self.checker is None:
+        if self.judge is None:
             found = read_letter(text, item.letters)
             return found, found == item.answer
-        found = read_math(text)
-        return found, found is not None and self.checker.is_equal(found, item.answer)
+        shown = visible(text)
+        return (None, False) if shown is None else self.judge.judge(shown, item.answer)
 
 
 def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measurement]:
@@ -263,15 +263,15 @@ def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measu
     records = Records.of_file(output)
     answers = AnswerFile(request.answers, is_resumed=request.resume)
     scales = given_scales(request)  # before a model is loaded
-    checker = make_checker(request.checker) if isinstance(request, MathRequest) else None
-    load = load_choice_questions if checker is None else load_math_questions
+    judge = MathJudge() if isinstance(request, MathRequest) else None
+    load = load_choice_questions if judge is None else load_math_questions
     questions = load(request.data, request.subset, request.split)
     task = Task(
         op=request.task,
         questions=questions[: request.num_questions],
         repetitions=request.repetitions,
         seed=request.seed,
-        checker=checker,
+        judge=judge,
     )
     if request.endpoint:
         plan = _plan(request, {})
@@ -283,7 +283,11 @@ def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measu
     drawn = plan.about() | ({} if plan.options else {"sampling": "server"})
     about = request.about | drawn
     workload = make_workload(task, answers, about, request.command, progress.add)
-    return run_workload(rows, workload, records)
+    try:
+        return run_workload(rows, workload, records)
+    finally:
+        if judge is not None:
+            judge.close()
 
 
 def _plan(request: ChoiceRequest, own: Mapping[str, float]) -> SamplingPlan:
@@ -368,7 +372,7 @@ def make_workload(
             values["mean_answer_tokens"] = sum(lengths) / len(lengths)
         return Outcome(values | compared)
 
-    checked = {} if task.checker is None else {"checker": task.checker.name}
+    checked = {} if task.judge is None else {"checker": task.judge.name}
     cells = {ALL: {**about, "repetitions": task.repetitions, **checked}}
     return Workload(op=task.op, command=command, cells=cells, measure=measure)
 
