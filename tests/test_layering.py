@@ -22,6 +22,7 @@ SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
 TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
+TELLERS |= {"measure.statistics"}
 RUNNERS = {"measure.rows", "measure.run"}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 

@@ -277,9 +277,13 @@ def _run_and_print(
     make_table: "Callable[[list[Measurement]], Table]",
 ) -> "list[Measurement]":
     """Run with a progress bar, then print the table; records of a file `output` are in it."""
+    from octavo.measure.report.shift import advice, advised
+
     asked = request if prompts is None else replace(request, prompts=prompts)
     with progress_bar("loading") as watch:
         records = run(asked, output, watch)
-    print_table(make_table(records))
+    print_table(advised(make_table(records), records))
+    for sentence in advice(records):
+        out.print(sentence, soft_wrap=True)
     print_file(output)
     return records

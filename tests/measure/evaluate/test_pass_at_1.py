@@ -16,7 +16,6 @@ from octavo.integrations.transformers.text_model import (
 )
 from octavo.measure.evaluate.language import Reply
 from octavo.measure.evaluate.math_judge import MathJudge
-from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
 from octavo.measure.evaluate.tasks import (
     AnswerFile,
@@ -28,6 +27,7 @@ from octavo.measure.evaluate.tasks import (
 )
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records, ready, run_workload
+from octavo.measure.statistics import paired_recovery, pass_values
 from octavo.measure.store import TornLineWarning
 
 PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)

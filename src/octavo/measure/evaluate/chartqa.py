@@ -30,11 +30,11 @@ from octavo.kernels.device import default_device
 from octavo.measure.evaluate.language import local_participants
 from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
 from octavo.measure.evaluate.requests import ChartRequest
-from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
 from octavo.measure.run import Outcome, Progress, Records, Watch, run_whole
+from octavo.measure.statistics import paired_difference
 
 BATCH_SIZE = 16
 NUM_CALIBRATION_IMAGES = 128

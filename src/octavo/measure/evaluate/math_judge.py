@@ -53,7 +53,7 @@ class MathJudge:
             self._process = None
 
     def _start(self) -> "subprocess.Popen[str]":
-        # -P: beside the script lies a statistics.py, which must not stand in for Python's.
+        # -P: the script's folder has a requests.py, which must not stand in for the package.
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(math_worker.__file__))],
             stdin=subprocess.PIPE,

@@ -33,7 +33,6 @@ from octavo.measure.evaluate.language import (
 )
 from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
-from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table, tokens_text
 from octavo.measure.run import (
@@ -45,6 +44,13 @@ from octavo.measure.run import (
     Watch,
     Workload,
     run_workload,
+)
+from octavo.measure.statistics import (
+    mean_values,
+    paired_values,
+    question_values,
+    recovery,
+    shift_values,
 )
 
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
@@ -266,12 +272,14 @@ def make_workload(
         area = area_under_curve(scores, longest)
         assert area is not None
         whole = joined_values(list(values.values()))
-        return {**whole, "auc_percent": area, "auc_length": float(longest)}
+        shift = shift_values(list(values.values()))
+        return {**whole, "auc_percent": area, "auc_length": float(longest), **shift}
 
     def measure(ask: Ask, bucket: Scalar) -> Outcome:
         texts = ask([one.prompt for one in asked[bucket]])
         pairs = zip(texts, (one.question for one in asked[bucket]), strict=True)
-        return Outcome(score_values([grade(text, q.answer, q.prefix) for text, q in pairs]))
+        scores = [grade(text, q.answer, q.prefix) for text, q in pairs]
+        return Outcome(score_values(scores) | question_values(scores))
 
     return Workload(
         op="mrcr",
@@ -281,7 +289,7 @@ def make_workload(
             for bucket, some in asked.items()
         },
         measure=measure,
-        compare=recovery,
+        compare=lambda own, first: recovery(own, first) | paired_values(own, first),
         summary=(ALL, summarize),
     )
 

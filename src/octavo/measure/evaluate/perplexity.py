@@ -23,10 +23,10 @@ from octavo.measure.evaluate.language import (
     model_about,
 )
 from octavo.measure.evaluate.requests import Count, PerplexityRequest
-from octavo.measure.evaluate.statistics import standard_error
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.run import ALL, Outcome, Progress, Records, Watch, Workload, run_workload
+from octavo.measure.statistics import standard_error
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 # Logits of so many tokens become losses at a time: their softmax needs a copy.

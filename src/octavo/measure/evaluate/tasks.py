@@ -41,7 +41,6 @@ from octavo.measure.evaluate.language import (
 from octavo.measure.evaluate.math_judge import MathJudge
 from octavo.measure.evaluate.mrcr import calibrate_on_chats
 from octavo.measure.evaluate.requests import ChoiceRequest, MathRequest
-from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import (
     Item,
     Question,
@@ -64,6 +63,7 @@ from octavo.measure.run import (
     ready,
     run_workload,
 )
+from octavo.measure.statistics import paired_recovery, pass_values
 from octavo.recipe import Recipe
 from octavo.serving.engine.request import Delta, Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings

@@ -8,6 +8,7 @@ from functools import partial
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, axes, heat_map
 from octavo.measure.report.sections import Kind, Rows, dots, either_side
+from octavo.measure.report.shift import advised, with_advice
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
@@ -72,8 +73,8 @@ MRCR = Kind(
     rows="recipe bucket",
     title="Long conversations (MRCR): {model}, {data}, {machine}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
-    headline=lambda rows: recovery_headline(
-        "MRCR", [row for row in rows if row.case["bucket"] == "all"]
+    headline=with_advice(
+        lambda rows: recovery_headline("MRCR", [r for r in rows if r.case["bucket"] == "all"])
     ),
     figures=_score_dots(
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
@@ -135,7 +136,7 @@ PASS_AT_1 = Kind(
         "by question, so that its standard error is smaller. Unparsed are answers without one "
         "that could be read, cut those that reached the limit of tokens."
     ),
-    headline=lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows),
+    headline=with_advice(lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows)),
     figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
     columns=f"recipe {_SCORE} {_SCORE_ERROR} repetition_standard_error_percent {_RECOVERY} "
@@ -203,9 +204,9 @@ NEEDLE = Kind(
     text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
     "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "
     "it, from the start (0 %) to the end (100 %).",
-    headline=_needle_headline,
+    headline=with_advice(_needle_headline),
     figures=needle_figures,
-    tables=lambda rows: [needle_table(rows)],
+    tables=lambda rows: [advised(needle_table(rows), rows)],
 )
 
 
