@@ -138,6 +138,7 @@ FLAG_SETTINGS = {
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.requests",
+    "octavo.measure.evaluate.image_requests",
     "octavo.measure.evaluate.requests",
     "octavo.measure.rows",
     "octavo.serving.engine.image_request",

@@ -12,10 +12,9 @@ from octavo.cli.console import err, out, print_file, print_table, progress_bar, 
 from octavo.cli.options import Flags, RecordsFile, Strict, Written, takes_settings
 from octavo.extras import need
 from octavo.integrations.transformers.tokenizer import PromptSettings
+from octavo.measure.evaluate.image_requests import ChartRequest, ImageRequest
 from octavo.measure.evaluate.requests import (
-    ChartRequest,
     ChoiceRequest,
-    ImageRequest,
     MathRequest,
     MrcrRequest,
     NeedleRequest,
@@ -189,7 +188,12 @@ def math(
 def mrcr(
     request: Annotated[
         MrcrRequest,
-        _flags(CHAT_MODEL, ROWS, "prompts", **QUESTIONS, **RESUMED),
+        _flags(
+            CHAT_MODEL,
+            ROWS,
+            "prompts",
+            **(RESUMED | QUESTIONS | {"repetitions": "--repetitions -r"}),
+        ),
     ],
     prompts: PromptSettings,
     strict: Strict = False,

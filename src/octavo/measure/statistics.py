@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-Scores = Sequence[Sequence[bool]]  # of each question its repetitions
+Scores = Sequence[Sequence[float]]  # of each question its repetitions, from 0 to 1
 NUM_RESAMPLES = 10_000
 # A shift is found in 1 of 100 runs without any, and one of `shift_detectable_points` in 80 of 100.
 FALSE_ALARMS, POWER = 0.01, 0.8

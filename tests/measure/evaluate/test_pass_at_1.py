@@ -16,11 +16,11 @@ from octavo.integrations.transformers.text_model import (
 )
 from octavo.measure.evaluate.language import Reply
 from octavo.measure.evaluate.math_judge import MathJudge
+from octavo.measure.evaluate.requests import ChoiceRequest, MrcrRequest
+from octavo.measure.evaluate.sampling import Sampler, SamplingPlan
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
 from octavo.measure.evaluate.tasks import (
     AnswerFile,
-    Sampler,
-    SamplingPlan,
     Task,
     make_workload,
     pass_table,
@@ -192,6 +192,25 @@ def test_every_item_has_a_seed_of_its_own():
                 for name in "ab" for plan in (PLAN, longer)]  # fmt: skip
     keys = [sampler.key(item) for sampler in samplers for item in problems]
     assert len(set(keys)) == 24
+
+
+@pytest.mark.parametrize(
+    ("data", "repetitions"),
+    [
+        ("HuggingFaceH4/MATH-500", 5),
+        ("math_500/test.jsonl", 5),
+        ("opencompass/AIME2025", 10),
+        ("aime25.parquet", 10),
+        ("Idavidrein/gpqa", 5),
+        ("gpqa_diamond.csv", 5),
+        ("livecodebench/code_generation_lite", 10),
+        ("generated", 1),
+        ("cais/mmlu", 1),
+    ],
+)
+def test_repetitions_are_those_of_published_evaluations(data, repetitions):
+    assert ChoiceRequest(model="m", data=data).usual_repetitions == repetitions
+    assert MrcrRequest(model="m", data=data).usual_repetitions == 5
 
 
 def test_sampling_parameters_of_a_generation_config(tmp_path):

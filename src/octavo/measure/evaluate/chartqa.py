@@ -27,9 +27,9 @@ from octavo.integrations.transformers.calibrate import layer_names, observe_imag
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision_language import load_vlm_reader
 from octavo.kernels.device import default_device
+from octavo.measure.evaluate.image_requests import ChartRequest
 from octavo.measure.evaluate.language import local_participants
 from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
-from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows

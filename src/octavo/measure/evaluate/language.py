@@ -44,11 +44,12 @@ TIMEOUT_S = 3600.0  # of a request: a long prompt and its answer
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text or chat to answer greedily; num_tokens: its length, for the progress."""
+    """A text or chat to answer; num_tokens: its length, for the progress."""
 
     content: Content
     max_tokens: int
     num_tokens: int
+    repetition: int = 0
 
 
 Ask = Callable[[Sequence[Prompt]], list[str]]  # the answers to some prompts

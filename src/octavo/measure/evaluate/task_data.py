@@ -11,7 +11,7 @@ makes small questions, and problems of arithmetic.
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from string import ascii_uppercase
 from typing import Any
@@ -21,6 +21,7 @@ from octavo.errors import CheckpointError
 from octavo.measure.evaluate.answering import Message
 from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED
+from octavo.measure.evaluate.sampling import Item
 
 NUM_GENERATED = 24
 RIGHT, WRONG = "Correct Answer", "Incorrect Answer "
@@ -29,20 +30,6 @@ TEXTS, NAMES = ("problem", "question"), ("unique_id", "id", "record_id")
 _TOWNS = ("Aldwick", "Brenna", "Corvale", "Dunmere", "Eskdale", "Farrow", "Glint", "Harrowby")
 _TRADES = ("baker", "smith", "miller", "weaver", "tanner", "potter", "cooper", "mason")
 _NAMES = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Iris", "Jonas")
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A question as it is asked once, in its repetition, and the true answer.
-
-    letters: of the options, if there are some.
-    """
-
-    question: str
-    repetition: int
-    messages: tuple[Message, ...] = field(repr=False)
-    answer: str
-    letters: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,42 +7,28 @@ to it. A run that is resumed takes the answers that are there already; their key
 were made.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError, OctavoError
-from octavo.integrations.transformers.text_model import (
-    TextModel,
-    generation_sampling,
-    load_generation_sampling,
-)
-from octavo.integrations.transformers.tokenizer import chat_tokens
+from octavo.errors import CheckpointError, ConfigError
 from octavo.measure import store
-from octavo.measure.bench.engine import Subject, open_engine
-from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.language import (
-    Client,
-    Reply,
-    Scales,
-    clients,
-    given_scales,
-    load_model,
-    local_rows,
-    machine_of,
-    model_about,
-    served_row,
-)
+from octavo.measure.evaluate.language import Reply, clients, given_scales, load_model
 from octavo.measure.evaluate.math_judge import MathJudge
 from octavo.measure.evaluate.mrcr import calibrate_on_chats
 from octavo.measure.evaluate.requests import ChoiceRequest, MathRequest
-from octavo.measure.evaluate.task_data import (
+from octavo.measure.evaluate.sampling import (
     Item,
+    Sampler,
+    local_samplers,
+    make_plan,
+    served_sampler,
+)
+from octavo.measure.evaluate.task_data import (
     Question,
     load_choice_questions,
     load_math_questions,
@@ -51,126 +37,8 @@ from octavo.measure.evaluate.task_data import (
 )
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table, filled_table
-from octavo.measure.rows import Row
-from octavo.measure.run import (
-    ALL,
-    Outcome,
-    Participant,
-    Progress,
-    Records,
-    Watch,
-    Workload,
-    ready,
-    run_workload,
-)
+from octavo.measure.run import ALL, Outcome, Progress, Records, Watch, Workload, run_workload
 from octavo.measure.statistics import paired_recovery, pass_values
-from octavo.recipe import Recipe
-from octavo.serving.engine.request import Delta, Request, Sampling, gather
-from octavo.serving.engine.settings import EngineSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingPlan:
-    """How answers are drawn.
-
-    options: by the names of OpenAI's and vLLM's APIs, such as temperature; what a server is not
-    told, it chooses. max_tokens: None is all that the context has room for. seed: every item has
-    its own by it, the same one for all rows.
-    """
-
-    options: Mapping[str, float]
-    max_tokens: int | None = None
-    seed: int = 0
-
-    def seed_of(self, item: Item) -> int:
-        """The seed of an item; 32 bits of it, which every server takes."""
-        text = f"{self.seed}, {item.question}, {item.repetition}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-
-    def about(self) -> dict[str, Scalar]:
-        """What records say of it."""
-        limit: Scalar = self.max_tokens or "context"
-        return {**self.options, "max_tokens": limit, "seed": self.seed}
-
-
-OnReply = Callable[[Item, Reply], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Draws a row's answers; it takes memory and connections only while it is asked.
-
-    identity: all that its answers depend on besides item and plan.
-    """
-
-    name: str
-    plan: SamplingPlan
-    identity: str = field(repr=False)
-    ask: Callable[[Sequence[Item], OnReply], None] = field(repr=False)
-
-    def key(self, item: Item) -> str:
-        """A name for this row's answer to this item; another one if anything is different."""
-        plan = self.plan
-        parts: list[Any] = [self.identity, [dict(m) for m in item.messages], dict(plan.options)]
-        parts += [plan.max_tokens, plan.seed_of(item)]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _served(client: Client, plan: SamplingPlan) -> Participant[Sampler]:
-    """A server that answers chats."""
-    limit = {} if plan.max_tokens is None else {"max_tokens": plan.max_tokens}
-
-    def ask(items: Sequence[Item], on_reply: OnReply) -> None:
-        asked = [
-            (item.messages, {**plan.options, "seed": plan.seed_of(item), **limit}) for item in items
-        ]
-        with client:
-            client.reply_all(asked, lambda place, reply: on_reply(items[place], reply))
-
-    identity = json.dumps([client.url, client.model])
-    sampler = Sampler(name=client.name, plan=plan, identity=identity, ask=ask)
-    return served_row(client, ready(sampler))
-
-
-def _ask_engine(
-    text_model: TextModel,
-    row: Row,
-    plan: SamplingPlan,
-    settings: EngineSettings,
-    items: Sequence[Item],
-    on_reply: OnReply,
-) -> None:
-    tokenizer, stop = text_model.tokenizer, tuple(sorted(stop_tokens(text_model)))
-    with open_engine(Subject(text_model.model, {}, is_random=False), row, settings) as engine:
-        requests = []
-        for place, item in enumerate(items):
-            prompt = chat_tokens(tokenizer, item.messages)
-            room = engine.max_context - len(prompt)
-            if room < (plan.max_tokens or 1):
-                raise ConfigError(
-                    f"question {item.question}: expected room for {plan.max_tokens or 1} tokens "
-                    f"after a prompt of {len(prompt)}, got a context of {engine.max_context}: "
-                    "lower --max-tokens"
-                )
-            options: dict[str, Any] = {**plan.options, "seed": plan.seed_of(item)}
-            sampling = Sampling(**options, max_tokens=plan.max_tokens or room, stop_token_ids=stop)
-            requests.append(Request(request_id=str(place), prompt=prompt, sampling=sampling))
-        for request in requests:  # before any of them runs
-            engine.check(request)
-        waiting = list(reversed(requests))
-        deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
-        while waiting or engine.has_work:
-            while waiting and engine.stats().num_waiting < engine.settings.max_queue:
-                engine.add(waiting.pop())
-            for delta in engine.step():
-                if delta.finish_reason == "error":
-                    raise OctavoError(f"an answer failed: {delta.error}")
-                deltas[delta.request_id].append(delta)
-                if delta.finish_reason is not None:
-                    found = gather(deltas.pop(delta.request_id))
-                    text = str(tokenizer.decode(found.tokens, skip_special_tokens=True))
-                    reply = Reply(text, found.finish_reason == "length", len(found.tokens))
-                    on_reply(items[int(delta.request_id)], reply)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,80 +133,31 @@ def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measu
     scales = given_scales(request)  # before a model is loaded
     judge = MathJudge() if isinstance(request, MathRequest) else None
     load = load_choice_questions if judge is None else load_math_questions
-    questions = load(request.data, request.subset, request.split)
+    questions = load(request.data, request.subset, request.split)[: request.num_questions]
+    text_model = None if request.endpoint else load_model(request)
+    # Options are in another order in each repetition, so that greedy ones differ.
+    plan, repetitions = make_plan(request, text_model, may_repeat_greedily=judge is None)
+    request = replace(request, repetitions=repetitions)
+    if text_model is None:
+        rows = [served_sampler(client, plan) for client in clients(request)]
+    else:
+        found = scales or calibrate_on_chats(request, text_model, watch)
+        rows = local_samplers(request, text_model, plan, found)
     task = Task(
         op=request.task,
-        questions=questions[: request.num_questions],
-        repetitions=request.repetitions,
+        questions=questions,
+        repetitions=repetitions,
         seed=request.seed,
         judge=judge,
     )
-    if request.endpoint:
-        plan = _plan(request, {})
-        rows = [_served(client, plan) for client in clients(request)]
-    else:
-        plan, rows = _local(request, scales, watch)
     progress = Progress(watch, "answering", len(rows) * len(task.items))
-    # Where nobody says what to draw by, the server's own defaults are.
-    drawn = plan.about() | ({} if plan.options else {"sampling": "server"})
-    about = request.about | drawn
+    about = request.about | plan.about()
     workload = make_workload(task, answers, about, request.command, progress.add)
     try:
         return run_workload(rows, workload, records)
     finally:
         if judge is not None:
             judge.close()
-
-
-def _plan(request: ChoiceRequest, own: Mapping[str, float]) -> SamplingPlan:
-    """The model's own sampling parameters, and in their place what is set by hand."""
-    if request.generation_config is not None:
-        own = load_generation_sampling(request.generation_config)
-    options = {**own, **request.sampling}
-    is_greedy = options.get("temperature") == 0
-    if is_greedy and isinstance(request, MathRequest) and request.repetitions > 1:
-        raise ConfigError(
-            f"expected sampling for {request.repetitions} repetitions, got greedy decoding, which "
-            "repeats itself: set --temperature, or --repetitions 1"
-        )
-    return SamplingPlan(options=options, max_tokens=request.max_tokens, seed=request.seed)
-
-
-def _local(
-    request: ChoiceRequest, scales: Scales, watch: Watch
-) -> tuple[SamplingPlan, list[Participant[Sampler]]]:
-    text_model = load_model(request)
-    plan = _plan(request, generation_sampling(getattr(text_model.model, "generation_config", None)))
-    is_calibrated = not scales
-    scales = scales or calibrate_on_chats(request, text_model, watch)
-    num_seqs = request.max_concurrency
-    engine = EngineSettings(
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=max(EngineSettings().max_num_batched_tokens, num_seqs),
-        memory_fraction=request.gpu_memory_utilization,
-        num_pages=request.num_pages,
-    )
-    rows = []
-    for asked, row in local_rows(request, text_model, scales):
-        recipe = row.recipe() or Recipe()
-        settled = json.loads(recipe.to_json())
-        if is_calibrated and asked.needs_scales:
-            # Calibrated again, a last bit may differ: answers of before are still the row's.
-            settled["scales"] = f"calibrated on generated chats, margin {request.margin:g}"
-        prompts = text_model.prompts.about
-        identity = [text_model.name, text_model.dtype, settled, *([prompts] if prompts else [])]
-        sampler = Sampler(
-            name=row.name,
-            plan=plan,
-            identity=json.dumps(identity, sort_keys=True),
-            ask=partial(_ask_engine, text_model, Row.of(row.name, recipe), plan, engine),
-        )
-        about, machine = model_about(text_model), machine_of(text_model.model)
-        found = Participant(
-            name=row.name, impl="engine", about=about, machine=machine, open=ready(sampler)
-        )
-        rows.append(found)
-    return plan, rows
 
 
 def make_workload(
