@@ -57,6 +57,10 @@ CALLS: dict[str, list[tuple[str, str | None]]] = {
         ("llm --data problems.parquet", "data"),
         ("--endpoint http://127.0.0.1:9", "server"),
     ],
+    "eval code": [
+        ("llm --allow-code", "transformers"),
+        ("--endpoint http://127.0.0.1:9 --allow-code", "server"),
+    ],
     "eval images": [("", "diffusers"), ("pipe --prompt cat", "diffusers")],
     "eval math": [
         ("llm", "math"),

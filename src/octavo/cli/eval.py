@@ -15,6 +15,7 @@ from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure.evaluate.image_requests import ChartRequest, ImageRequest
 from octavo.measure.evaluate.requests import (
     ChoiceRequest,
+    CodeRequest,
     MathRequest,
     MrcrRequest,
     NeedleRequest,
@@ -116,6 +117,25 @@ def choice(
 
     Options are shuffled, in another order for each repetition. An answer is the letter after the
     last "Answer:", or in the last \\boxed; one that cannot be read is wrong, and counted.
+    """
+    from octavo.measure.evaluate import tasks
+
+    _run_and_print(tasks.run, request, prompts, output, tasks.pass_table)
+
+
+@app.command()
+@takes_settings
+def code(
+    request: Annotated[CodeRequest, TASK],
+    prompts: PromptSettings,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Programming, as LiveCodeBench: pass@1 over repetitions, BF16 beside FP8.
+
+    The program is the last block between ``` fences, and is right if it passes all tests. Programs
+    run with --allow-code alone, where Linux can cut off their network: each has limits of CPU time,
+    memory, files and processes.
     """
     from octavo.measure.evaluate import tasks
 

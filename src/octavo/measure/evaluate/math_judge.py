@@ -25,6 +25,8 @@ class MathJudge:
     limit_s: an answer that takes longer cannot be read.
     """
 
+    num_workers = 1
+
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         need("judging answers of mathematics", "math_verify")
         self.name = f"math-verify {importlib.metadata.version('math-verify')}"

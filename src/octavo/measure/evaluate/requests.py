@@ -389,6 +389,37 @@ class ChoiceRequest(SampledRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeRequest(ChoiceRequest):
+    """Problems that a program solves.
+
+    Attributes:
+        data: Problems: 'generated' small ones, or LiveCodeBench's .jsonl or .parquet files, or a
+            folder of them: test6.jsonl is what its version 6 adds, test.jsonl to test6.jsonl are
+            all of it.
+        repetitions: How often each problem is asked; left out, 10.
+        allow_code: Run the programs that the model writes, in a sandbox without network.
+        answers: Write every answer to this JSON Lines file as it comes: the text, its program, and
+            whether that passed all tests.
+    """
+
+    task = "code"
+
+    allow_code: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.allow_code:
+            raise ConfigError(
+                "octavo eval code runs programs that a model writes, in a sandbox: add --allow-code"
+            )
+
+    @property
+    def usual_repetitions(self) -> int:
+        """As published, whatever the file is called."""
+        return USUAL_REPETITIONS["livecodebench"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MathRequest(ChoiceRequest):
     """Problems with one right answer.
 

@@ -1,4 +1,4 @@
-"""pass@1 of questions with one right answer: multiple choice and mathematics, BF16 beside FP8.
+"""pass@1 of questions with one right answer: choices, mathematics, programs; BF16 beside FP8.
 
 Answers are drawn by a model's sampling parameters, by the engine here or by a server. Their file
 has what each row said to each question, and whether it was right: JSON Lines, appended as answers
@@ -8,21 +8,26 @@ were made.
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure import store
+from octavo.measure.evaluate.code_data import Problem, load_problems
+from octavo.measure.evaluate.code_judge import CodeJudge
 from octavo.measure.evaluate.language import Reply, clients, given_scales, load_model
 from octavo.measure.evaluate.math_judge import MathJudge
 from octavo.measure.evaluate.mrcr import calibrate_on_chats
-from octavo.measure.evaluate.requests import ChoiceRequest, MathRequest
+from octavo.measure.evaluate.requests import ChoiceRequest, CodeRequest, MathRequest
 from octavo.measure.evaluate.sampling import (
     Item,
+    OnReply,
     Sampler,
     local_samplers,
     make_plan,
@@ -59,7 +64,7 @@ class AnswerFile:
     """Answers of a run; path: None keeps none. is_resumed: whether those in it are used again."""
 
     def __init__(self, path: Path | None = None, *, is_resumed: bool = False) -> None:
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
         self._replies: dict[str, Reply] = {}
         if path is None:
             if is_resumed:
@@ -82,7 +87,8 @@ class AnswerFile:
             return
         fields: dict[str, Any] = {**vars(answer), **vars(answer.reply)}
         del fields["reply"]
-        store.append_lines(self._path, [json.dumps(fields)], ANSWERS)
+        with self._lock:
+            store.append_lines(self._path, [json.dumps(fields)], ANSWERS)
 
 
 def _parse(line: str) -> tuple[str, Reply]:
@@ -98,18 +104,34 @@ def _parse(line: str) -> tuple[str, Reply]:
 ANSWERS = store.RowFormat(_parse, start=b'{"key": ')
 
 
+class Judge(Protocol):
+    """Reads what a text answers, and tells whether it is the true answer; for many threads.
+
+    name: for records. num_workers: how many answers are judged at once.
+    """
+
+    name: str
+    num_workers: int
+
+    def judge(self, text: str, true: str) -> tuple[str | None, bool]:
+        """What a text answers, None if that cannot be read, and whether it is right."""
+
+    def close(self) -> None:
+        """End what judging has started."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Questions, each asked some times; seed: of the order of options.
 
-    judge: reads and compares answers of problems; None where answers are letters of options.
+    judge: of problems and programs; None where answers are letters of options.
     """
 
     op: str
-    questions: Sequence[Question] = field(repr=False)
+    questions: Sequence[Question | Problem] = field(repr=False)
     repetitions: int = 1
     seed: int = 0
-    judge: MathJudge | None = None
+    judge: Judge | None = None
 
     @cached_property
     def items(self) -> list[Item]:
@@ -131,9 +153,7 @@ def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measu
     records = Records.of_file(output)
     answers = AnswerFile(request.answers, is_resumed=request.resume)
     scales = given_scales(request)  # before a model is loaded
-    judge = MathJudge() if isinstance(request, MathRequest) else None
-    load = load_choice_questions if judge is None else load_math_questions
-    questions = load(request.data, request.subset, request.split)[: request.num_questions]
+    questions, judge = _questions(request)
     text_model = None if request.endpoint else load_model(request)
     # Options are in another order in each repetition, so that greedy ones differ.
     plan, repetitions = make_plan(request, text_model, may_repeat_greedily=judge is None)
@@ -158,6 +178,19 @@ def run(request: ChoiceRequest, output: Path | None, watch: Watch) -> list[Measu
     finally:
         if judge is not None:
             judge.close()
+
+
+def _questions(request: ChoiceRequest) -> tuple[Sequence[Question | Problem], Judge | None]:
+    """The request's first questions, and who judges their answers."""
+    asked = request.data, request.subset, request.split
+    match request:
+        case CodeRequest():
+            problems = load_problems(*asked)[: request.num_questions]
+            return problems, CodeJudge(problems)
+        case MathRequest():
+            judge = MathJudge()
+            return load_math_questions(*asked)[: request.num_questions], judge
+    return load_choice_questions(*asked)[: request.num_questions], None
 
 
 def make_workload(
@@ -202,20 +235,33 @@ def _answer_all(
     """The row's answers to all items, in their order."""
     graded: dict[Item, StoredAnswer] = {}
 
+    lock = threading.Lock()
+
     def grade(item: Item, reply: Reply) -> StoredAnswer:
         found, is_right = task.grade(reply.text, item)
         asked = {"question": item.question, "repetition": item.repetition, "answer": item.answer}
         about: dict[str, Any] = {"row": row.name, **asked, "found": found, "is_right": is_right}
         graded[item] = StoredAnswer(key=row.key(item), **about, reply=reply)
-        on_answer()
+        with lock:
+            on_answer()
         return graded[item]
 
     for item in task.items:
         if (before := answers.reply(row.key(item))) is not None:
             grade(item, before)
     if todo := [item for item in task.items if item not in graded]:
-        row.ask(todo, lambda item, reply: answers.append(grade(item, reply)))
+        _ask_all(row, todo, task, lambda item, reply: answers.append(grade(item, reply)))
     return [graded[item] for item in task.items]
+
+
+def _ask_all(row: Sampler, todo: Sequence[Item], task: Task, on_reply: OnReply) -> None:
+    """Ask for items; replies are judged in threads, so that the engine does not wait for it."""
+    judged: list[Future[None]] = []
+    num_workers = 1 if task.judge is None else task.judge.num_workers
+    with ThreadPoolExecutor(num_workers) as pool:
+        row.ask(todo, lambda item, reply: judged.append(pool.submit(on_reply, item, reply)))
+    for one in judged:
+        one.result()
 
 
 def pass_table(records: Sequence[Measurement]) -> Table:

@@ -17,7 +17,7 @@ _RECOVERY, _RECOVERY_ERROR = "recovery_percent", "recovery_standard_error_percen
 _SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
 _score_dots = partial(dots, _SCORE, reach=either_side(_SCORE_ERROR))
 _recovery_dots = partial(dots, _RECOVERY, title="recovery (%)", reach=either_side(_RECOVERY_ERROR))
-_PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
+_PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics", "code": "Programming"}
 
 
 def recovery_headline(what: str, rows: Rows) -> str:
@@ -124,7 +124,7 @@ _PASS_FIGURES = (
     ),
 )
 PASS_AT_1 = Kind(
-    ops=("choice", "math"),
+    ops=("choice", "code", "math"),
     needs="model data recipe score_percent num_questions repetitions",
     by="op model data subset split num_questions repetitions temperature max_tokens",
     rows="recipe",
