@@ -138,6 +138,8 @@ def test_a_local_model_in_the_engine_in_its_own_dtype_and_fp8(folder, tmp_path, 
     first, second = store.read(path)
     assert [r.case["recipe"] for r in (first, second)] == ["float32", "fp8 token"]
     assert first.impl == "engine" and second.baseline == "float32"
+    assert [r.values["num_fp8_kv_cache_layers"] for r in (first, second)] == [0, 1]
+    assert first.case["questions_sha256"] == second.case["questions_sha256"]
     # The model's own sampling parameters.
     assert (first.case["temperature"], first.case["top_k"]) == (0.5, 7)
     assert first.values["num_answers"] == 4 and first.values["num_unparsed"] == 4

@@ -51,7 +51,8 @@ def _flags(model: str, rows: str, *without: str, **names: str) -> Flags:
 
 ROWS = _row_help(
     LANGUAGE,
-    "Left out: baseline, tensor, head and token. Such as head+rotate+center or head+skip=0-1.",
+    "Left out: baseline, unit (scales of 1.0), tensor, head and token. Such as head+rotate+center "
+    "or head+skip=0-1.",
 )
 CHAT_MODEL = "A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none."
 RESUMED = {"resume": "--resume"}

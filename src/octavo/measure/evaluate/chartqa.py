@@ -5,6 +5,8 @@ end with "Final Answer: …" is judged by what follows; an answer without those 
 by `relaxed_accuracy` and `exact_match` if it is one line, as the chart reader's are.
 """
 
+import hashlib
+import json
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -176,8 +178,21 @@ def evaluate(
         records,
         op="chartqa",
         command=command,
-        about={"data": data, "num_questions": len(questions)},
+        about={
+            "data": data,
+            "num_questions": len(questions),
+            "questions_sha256": _digest(questions),
+        },
     )
+
+
+def _digest(questions: Sequence[ChartQuestion]) -> str:
+    """Of all that is asked, images too: a file may change and keep its name."""
+    found = hashlib.sha256()
+    for one in questions:
+        found.update(json.dumps([one.text, one.answers, one.image.size]).encode())
+        found.update(one.image.tobytes())
+    return found.hexdigest()[:16]
 
 
 def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:

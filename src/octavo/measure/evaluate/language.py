@@ -31,6 +31,7 @@ from octavo.integrations.transformers.text_model import (
 from octavo.integrations.transformers.tokenizer import prepare_tokenizer
 from octavo.measure.bench.timing import machine_of as machine_at
 from octavo.measure.evaluate.answering import Content, answer_text
+from octavo.measure.evaluate.fp8_layers import watched
 from octavo.measure.evaluate.requests import LanguageRequest, NeedleRequest, ServedRequest
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
@@ -374,9 +375,11 @@ def local_participants(
             impl="transformers",
             about=about,
             machine=machine,
-            open=partial(applied, model, row.recipe()),
+            open=partial(watched, partial(applied, model, row.recipe()), ran),
+            ran=ran,
         )
         for row in rows
+        for ran in [dict[str, float]()]
     ]
 
 

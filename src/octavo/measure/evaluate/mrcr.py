@@ -178,6 +178,7 @@ def _rows(
             about=one.about,
             machine=one.machine,
             open=partial(_open_sampler, one, progress),
+            ran=one.ran,
         )
         for one in samplers
     ]

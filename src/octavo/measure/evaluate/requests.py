@@ -16,7 +16,8 @@ from octavo.measure.rows import LANGUAGE, Row, parse_rows
 from octavo.measure.run import command_line
 
 GENERATED, BASELINE = "generated", "baseline"
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
+# Scales of 1.0 are what needs no calibration, and what vLLM's --kv-cache-dtype fp8 runs.
+DEFAULT_ROWS = (BASELINE, "unit", "tensor", "head", "token")
 # Of the retrieval model, which needs no calibration. One-level sums take minutes on a CPU.
 RETRIEVAL_ROWS, CPU_ROWS = (BASELINE, "unit+promote=none", "unit"), (BASELINE, "unit")
 Count = Literal["later", "all", "last"]

@@ -16,6 +16,7 @@ from octavo.integrations.transformers.text_model import (
 from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.bench.engine import Subject, open_engine
 from octavo.measure.evaluate.answering import Message, stop_tokens
+from octavo.measure.evaluate.fp8_layers import layers_that_ran
 from octavo.measure.evaluate.language import (
     Client,
     Reply,
@@ -130,11 +131,13 @@ def _ask_engine(
     row: Row,
     plan: SamplingPlan,
     settings: EngineSettings,
+    ran: dict[str, float],
     items: Sequence[Item],
     on_reply: OnReply,
 ) -> None:
     tokenizer, stop = text_model.tokenizer, tuple(sorted(stop_tokens(text_model)))
     with open_engine(Subject(text_model.model, {}, is_random=False), row, settings) as engine:
+        ran.update(layers_that_ran(engine.precision.layers))
         requests = []
         for place, item in enumerate(items):
             prompt = chat_tokens(tokenizer, item.messages)
@@ -207,7 +210,7 @@ def local_samplers(
     for asked, row in local_rows(request, text_model, scales):
         recipe = row.recipe() or Recipe()
         settled = json.loads(recipe.to_json())
-        calibration = None
+        calibration, ran = None, dict[str, float]()
         if request.scales is None and asked.needs_scales:
             # Calibrated again, a last bit may differ: answers of before are still the row's.
             calibration = f"calibrated on generated chats, margin {request.margin:g}"
@@ -218,14 +221,19 @@ def local_samplers(
             name=row.name,
             plan=plan,
             identity=json.dumps(identity, sort_keys=True),
-            ask=partial(_ask_engine, text_model, Row.of(row.name, recipe), plan, engine),
+            ask=partial(_ask_engine, text_model, Row.of(row.name, recipe), plan, engine, ran),
         )
         about = model_about(text_model)
         if (digest := recipe_digest(row.recipe(), calibration)) is not None:
             about["recipe_digest"] = digest
         machine = machine_of(text_model.model)
         found = Participant(
-            name=row.name, impl="engine", about=about, machine=machine, open=ready(sampler)
+            name=row.name,
+            impl="engine",
+            about=about,
+            machine=machine,
+            open=ready(sampler),
+            ran=ran,
         )
         rows.append(found)
     return rows

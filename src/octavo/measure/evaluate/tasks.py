@@ -7,6 +7,7 @@ to it. A run that is resumed takes the answers that are there already; their key
 were made.
 """
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +140,12 @@ class Task:
         numbers = range(self.repetitions)
         return [one.item(number, self.seed) for one in self.questions for number in numbers]
 
+    @property
+    def digest(self) -> str:
+        """Of all questions, in their order: a file may change and keep its name."""
+        asked = [vars(question) for question in self.questions]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
     def grade(self, text: str, item: Item) -> tuple[str | None, bool]:
         """What a text answers, None if that cannot be read, and whether it is right."""
         if self.judge is None:
@@ -225,7 +232,8 @@ def make_workload(
         return Outcome(values | compared)
 
     checked = {} if task.judge is None else {"checker": task.judge.name}
-    cells = {ALL: {**about, "repetitions": task.repetitions, **checked}}
+    asked = {**about, "repetitions": task.repetitions, "questions_sha256": task.digest}
+    cells = {ALL: {**asked, **checked}}
     return Workload(op=task.op, command=command, cells=cells, measure=measure)
 
 
