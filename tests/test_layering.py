@@ -22,6 +22,7 @@ SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
 TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
+TELLERS |= {"measure.statistics"}
 RUNNERS = {"measure.rows", "measure.run"}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 
@@ -107,7 +108,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "demo/chart_*.py": {"PIL"},
     "demo/stages.py": {"PIL"},
     "measure/evaluate/language.py": {"httpx"},
-    "measure/evaluate/math_equality.py": {"math_verify"},
+    "measure/evaluate/math_worker.py": {"math_verify"},
     "measure/evaluate/question_files.py": {"PIL", "datasets"},
     "measure/evaluate/image_scores.py": {"PIL", "lpips"},
     "serving/engine/llm.py": {"rich"},
@@ -137,6 +138,7 @@ FLAG_SETTINGS = {
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.requests",
+    "octavo.measure.evaluate.image_requests",
     "octavo.measure.evaluate.requests",
     "octavo.measure.rows",
     "octavo.serving.engine.image_request",

@@ -9,7 +9,10 @@ pytest.importorskip("uvicorn")
 
 
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.errors import UnsupportedError
 from octavo.measure import store
+from octavo.measure.evaluate.code_data import generated_problems
+from octavo.measure.evaluate.sandbox import check_sandbox
 from octavo.measure.evaluate.task_data import (
     generated_choice_questions,
     generated_math_questions,
@@ -35,6 +38,17 @@ def folder(tmp_path_factory):
     return save_decoder(folder, model, has_bos=False, num_tokens=258, chat_template=TEMPLATE)
 
 
+def write_program(problem, *, is_wrong):
+    """A solution of a generated problem."""
+    factor, _, more = problem.text.rstrip(".").partition("times ")[2].partition(", plus ")
+    more += " + 1" * is_wrong
+    if problem.function:
+        body = f"{problem.starter}\n        return {factor} * sum(numbers) + {more}"
+    else:
+        body = f"input()\nprint({factor} * sum(map(int, input().split())) + {more})"
+    return f"<think>```python\npass\n```</think>Here it is.\n```python\n{body}\n```"
+
+
 class Pupil(FakeEngine):
     """Knows the generated questions; thinks before it answers, and may be lazy."""
 
@@ -47,6 +61,9 @@ class Pupil(FakeEngine):
                 is_late = self.is_lazy and "smith" in question.text
                 letter = "Z" if is_late else lines[0][0]
                 return f"<think>Answer: A, or so</think>Well.\n**Answer: {letter}**"
+        for problem in generated_problems():
+            if problem.text in prompt:
+                return write_program(problem, is_wrong=self.is_lazy)
         found = [q.answer for q in generated_math_questions() if q.text in prompt]
         return f"It is $\\boxed{{{found[0]}}}$."
 
@@ -80,16 +97,37 @@ def test_choice_through_our_own_servers(capsys, tmp_path):
 
 
 def test_math_through_our_own_server(tmp_path):
+    pytest.importorskip("math_verify")
     path = tmp_path / "records.jsonl"
     with listening(Pupil()) as (url, engine, _):
-        assert octavo("math", "--endpoint", url, "-n", 6, "--checker", "octavo", "-o", path) == 0
+        assert octavo("math", "--endpoint", url, "-n", 6, "-o", path) == 0
         assert len(engine.added) == 6
         assert octavo("math", "--endpoint", url, "-n", 2, "--max-tokens", 3, "-o", path) == 0
     first, second = store.read(path)
-    assert first.values["score_percent"] == 100 and first.case["checker"] == "octavo"
+    assert first.values["score_percent"] == 100 and first.case["checker"].startswith("math-verify")
     assert first.case["sampling"] == "server" and first.case["max_tokens"] == "context"
     assert second.values["num_cut"] == second.values["num_unparsed"] == 2
     assert second.values["score_percent"] == 0
+
+
+def test_programs_through_our_own_servers(tmp_path, capsys):
+    try:
+        check_sandbox()
+    except UnsupportedError:
+        pytest.skip("no namespaces for this user: programs are refused here")
+    path, answers = tmp_path / "records.jsonl", tmp_path / "answers.jsonl"
+    with listening(Pupil()) as (good, engine, _), listening(LazyPupil()) as (lazy, _, _):
+        ends = ("--endpoint", f"good={good}", "--endpoint", f"lazy={lazy}")
+        flags = ("-n", 2, "-r", 2, "--answers", answers, "-o", path)
+        assert octavo("code", *ends, *flags) == 1
+        assert "add --allow-code" in capsys.readouterr().err and engine.added == []
+        assert octavo("code", *ends, *flags, "--allow-code") == 0
+    first, second = store.read(path)
+    assert first.values["score_percent"] == 100 and second.values["score_percent"] == 0
+    assert first.case["checker"].startswith("sandbox") and "--allow-code" in first.command
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(lines) == 8 and all("sum(" in line["found"] for line in lines)
+    assert "code, pass@1" in capsys.readouterr().out
 
 
 def test_a_local_model_in_the_engine_in_its_own_dtype_and_fp8(folder, tmp_path, capsys):
@@ -100,6 +138,8 @@ def test_a_local_model_in_the_engine_in_its_own_dtype_and_fp8(folder, tmp_path, 
     first, second = store.read(path)
     assert [r.case["recipe"] for r in (first, second)] == ["float32", "fp8 token"]
     assert first.impl == "engine" and second.baseline == "float32"
+    assert [r.values["num_fp8_kv_cache_layers"] for r in (first, second)] == [0, 1]
+    assert first.case["questions_sha256"] == second.case["questions_sha256"]
     # The model's own sampling parameters.
     assert (first.case["temperature"], first.case["top_k"]) == (0.5, 7)
     assert first.values["num_answers"] == 4 and first.values["num_unparsed"] == 4
@@ -143,7 +183,6 @@ def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
         (("m", "-o", "no/where.jsonl"), "expected an existing folder"),
         (("m", "--recipe", "best"), "row best: expected words out of"),
         (("m", "--data", __file__), "a file of .csv"),
-        (("m", "--checker", "sympy"), "expected --checker"),
         (
             ("--endpoint", "http://x", "--temperature", "0", "-r", "2"),
             "greedy decoding, which repeats itself",

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.evaluate import mrcr as task
-from octavo.measure.evaluate.mrcr import generated_questions
+from octavo.measure.evaluate.mrcr_data import generated_questions
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -65,19 +65,62 @@ def test_servers_are_rows(capsys, folder, tmp_path):
     answers = {q.messages[-1]["content"]: q.answer for q in generated_questions()}
 
     def know(body):
-        assert body["temperature"] == 0 and body["model"] == "served"
+        assert body["temperature"] == 0 and body["model"] == "served" and body["max_tokens"] > 64
         return answers[body["messages"][-1]["content"]]
 
     path = tmp_path / "records.jsonl"
     with chat_server(know) as good, chat_server(lambda body: None) as bad:
         args = ("--endpoint", f"good={good}", "--endpoint", f"bad={bad}", "--tokenizer", folder)
-        assert octavo(*args, "-o", path) == 0
+        assert octavo(*args, "--temperature", 0, "-o", path) == 0
     records = store.read(path)
     whole = [r for r in records if r.case["bucket"] == "all"]
     assert [r.values["score_percent"] for r in whole] == [100, 0]
     assert whole[0].values["num_questions"] == 8 and whole[1].values["recovery_percent"] == 0
     assert len({r.case["bucket"] for r in records}) > 2
-    assert "AUC@" in capsys.readouterr().out
+    # Nothing is right at any length.
+    assert whole[1].values["is_shifted"] == 1 and whole[1].values["shift_points"] == -100
+    said = capsys.readouterr().out
+    assert "AUC@" in said and "bad is systematically lower than good: 1e+02 points" in said
+
+
+def test_answers_are_drawn_with_a_seed_for_each_repetition(folder, tmp_path):
+    answers = {q.messages[-1]["content"]: q.answer for q in generated_questions()}
+    seeds: dict[str, set[int]] = {}
+
+    def often(body):
+        asked = body["messages"][-1]["content"]
+        own = seeds.setdefault(asked, set())
+        own.add(body["seed"])
+        assert body["temperature"] == 0.7 and body["top_p"] == 0.8
+        return answers[asked] if len(own) > 1 else "I forgot."
+
+    path = tmp_path / "records.jsonl"
+    with chat_server(often) as url:
+        flags = ("--temperature", 0.7, "--top-p", 0.8, "--max-concurrency", 1, "-o", path)
+        assert octavo("--endpoint", url, "--tokenizer", folder, *flags) == 0
+    assert [len(own) for own in seeds.values()] == [5] * 8
+    *_, whole = store.read(path)
+    assert whole.case["repetitions"] == 5 and whole.case["temperature"] == 0.7
+    assert whole.values["score_percent"] == 80 and whole.values["num_answers"] == 40
+    assert whole.values["repetition_standard_error_percent"] == pytest.approx(
+        100 * (0.2 / 5 / 8) ** 0.5
+    )
+    assert "--repetitions 5" in whole.command and "--temperature 0.7" in whole.command
+
+
+def test_a_local_model_draws_in_the_engine(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(task, "SLACK_TOKENS", 2)
+    path, data = tmp_path / "records.jsonl", small_chats(tmp_path / "chats.jsonl")
+    rows = ("--data", data, "--recipe", "baseline", "--recipe", "token", "--num-pages", 64)
+    drawn = ("--temperature", 0.9, "-r", 2, "-o", path)
+    assert octavo(folder, *rows, *drawn) == 0
+    records = store.read(path)
+    assert [r.impl for r in records] == ["engine"] * 4
+    assert records[0].case["repetitions"] == 2 and records[0].values["num_answers"] == 2
+    assert len(records[2].case["recipe_digest"]) == 12
+    assert octavo(folder, *rows, *drawn, "--resume") == 0 and store.read(path) == records
+    assert octavo(folder, *rows, "-r", 2) == 1
+    assert "greedy decoding, which repeats itself" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_goes_on_with_its_records(folder, tmp_path, capsys):
@@ -92,13 +135,13 @@ def test_a_run_goes_on_with_its_records(folder, tmp_path, capsys):
         args = ("--endpoint", f"good={good}", "--tokenizer", folder, "-o", path)
         assert octavo(*args) == 0
         records = store.read(path)
-        assert len(asked) == 8 and records[0].case["tokenizer"] == str(folder)
+        assert len(asked) == 40 and records[0].case["tokenizer"] == str(folder)
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(lines[:-2]))  # as if it had been stopped before its last bucket
         del asked[:]
         assert octavo(*args, "--resume") == 0
         again = store.read(path)
-        assert 0 < len(asked) == again[-2].values["num_questions"] < 8
+        assert 0 < len(asked) == again[-2].values["num_answers"] < 40
         assert [(r.case, r.values) for r in again] == [(r.case, r.values) for r in records]
         assert octavo(*args, "--resume") == 0 and store.read(path) == again
         assert octavo(*args) == 0 and len(store.read(path)) == 2 * len(again)

@@ -28,16 +28,20 @@ def octavo(*args):
     return run(make_app(COMMANDS), ["eval", "perplexity", *map(str, args)])
 
 
-def test_four_rows_with_scales_from_the_rest_of_the_text(capsys, folder, tmp_path):
+def test_rows_with_scales_from_the_rest_of_the_text(capsys, folder, tmp_path):
     path = tmp_path / "records.jsonl"
     args = ("--data", folder / "text", "--context", 60, "--chunk", 16, "-n", 2, "-o", path)
     assert octavo(folder, *args) == 0
     text = capsys.readouterr().out
     records = store.read(path)
-    names = ["float32", "fp8 tensor", "fp8 head", "fp8 token"]
+    names = ["float32", "fp8 unit", "fp8 tensor", "fp8 head", "fp8 token"]
     assert [record.case["recipe"] for record in records] == names
     assert all(name in text for name in names) and "recovery (%)" in text and str(path) in text
     assert "2 windows of 60 tokens of text, 16 at a time" in " ".join(text.split())
+    counts = [record.values["num_fp8_kv_cache_layers"] for record in records]
+    assert counts[0] == 0 and set(counts[1:]) == {4}
+    assert {r.values["num_fp8_linear_layers"] for r in records} == {0}
+    assert len({r.case["text_sha256"] for r in records}) == 1
     # The command repeats the measurement.
     again = tmp_path / "again.jsonl"
     words = records[0].command.split()
@@ -58,7 +62,11 @@ def test_finished_rows_survive_a_crash(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(language, "apply_", fail_at_tokens)
     args = ("--data", folder / "text", "--context", 40, "--chunk", 16, "-n", 1, "-o", path)
     assert octavo(folder, *args) == 130
-    assert [record.case["recipe"] for record in store.read(path)][1:] == ["fp8 tensor", "fp8 head"]
+    assert [record.case["recipe"] for record in store.read(path)][1:] == [
+        "fp8 unit",
+        "fp8 tensor",
+        "fp8 head",
+    ]
 
 
 def test_a_scale_file_other_text_and_pure_decoding(capsys, folder, tmp_path):

@@ -53,14 +53,18 @@ CALLS: dict[str, list[tuple[str, str | None]]] = {
     "eval chartqa": [("", "data,transformers"), ("llm", "data,transformers")],
     "eval choice": [
         ("llm --data choices.jsonl", "transformers"),
-        ("--endpoint http://127.0.0.1:9", "server"),
-    ],
-    "eval images": [("", "diffusers"), ("pipe --prompt cat", "diffusers")],
-    "eval math": [
-        ("llm", "transformers"),
         ("llm --data some/set", "data"),
         ("llm --data problems.parquet", "data"),
         ("--endpoint http://127.0.0.1:9", "server"),
+    ],
+    "eval code": [
+        ("llm --allow-code", "transformers"),
+        ("--endpoint http://127.0.0.1:9 --allow-code", "server"),
+    ],
+    "eval images": [("", "diffusers"), ("pipe --prompt cat", "diffusers")],
+    "eval math": [
+        ("llm", "math"),
+        ("--endpoint http://127.0.0.1:9", "math"),
     ],
     "eval mrcr": [("llm", "transformers")],
     "eval needle": [("", "transformers"), ("llm", "transformers")],

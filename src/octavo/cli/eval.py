@@ -20,10 +20,10 @@ from octavo.cli.console import (
 from octavo.cli.options import Flags, RecordsFile, Strict, Written, takes_settings
 from octavo.extras import need
 from octavo.integrations.transformers.tokenizer import PromptSettings
+from octavo.measure.evaluate.image_requests import ChartRequest, ImageRequest
 from octavo.measure.evaluate.requests import (
-    ChartRequest,
     ChoiceRequest,
-    ImageRequest,
+    CodeRequest,
     MathRequest,
     MrcrRequest,
     NeedleRequest,
@@ -59,7 +59,8 @@ def _flags(model: str, rows: str, *without: str, **names: str) -> Flags:
 
 ROWS = _row_help(
     LANGUAGE,
-    "Left out: baseline, tensor, head and token. Such as head+rotate+center or head+skip=0-1.",
+    "Left out: baseline, unit (scales of 1.0), tensor, head and token. Such as head+rotate+center "
+    "or head+skip=0-1.",
 )
 CHAT_MODEL = "A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none."
 RESUMED = {"resume": "--resume"}
@@ -133,6 +134,25 @@ def choice(
 
 @app.command()
 @takes_settings
+def code(
+    request: Annotated[CodeRequest, TASK],
+    prompts: PromptSettings,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Programming, as LiveCodeBench: pass@1 over repetitions, BF16 beside FP8.
+
+    The program is the last block between ``` fences, and is right if it passes all tests. Programs
+    run with --allow-code alone, where Linux can cut off their network: each has limits of CPU time,
+    memory, files and processes.
+    """
+    from octavo.measure.evaluate import tasks
+
+    _run_and_print(tasks.run, request, prompts, output, tasks.pass_table)
+
+
+@app.command()
+@takes_settings
 def images(
     request: Annotated[
         ImageRequest,
@@ -184,8 +204,8 @@ def math(
 ) -> None:
     """Mathematics, such as MATH-500 and AIME: pass@1 over repetitions, BF16 beside FP8.
 
-    An answer is what the last \\boxed holds, or what follows the last "answer is"; one that cannot
-    be read is wrong, and counted.
+    math-verify reads what the last \\boxed holds, or what follows "answer is", and compares it with
+    the true answer. An answer that cannot be read is wrong, and counted.
     """
     from octavo.measure.evaluate import tasks
 
@@ -197,7 +217,12 @@ def math(
 def mrcr(
     request: Annotated[
         MrcrRequest,
-        _flags(CHAT_MODEL, ROWS, "prompts", **QUESTIONS, **RESUMED),
+        _flags(
+            CHAT_MODEL,
+            ROWS,
+            "prompts",
+            **(RESUMED | QUESTIONS | {"repetitions": "--repetitions -r"}),
+        ),
     ],
     prompts: PromptSettings,
     strict: Strict = False,
@@ -285,10 +310,14 @@ def _run_and_print(
     make_table: "Callable[[list[Measurement]], Table]",
 ) -> "list[Measurement]":
     """Run with a progress bar, then print the table; records of a file `output` are in it."""
+    from octavo.measure.report.shift import advice, advised
+
     asked = request if prompts is None else replace(request, prompts=prompts)
     with progress_bar("loading") as watch:
         records = run(asked, output, watch)
-    print_table(make_table(records))
+    print_table(advised(make_table(records), records))
+    for sentence in advice(records):
+        out.print(sentence, soft_wrap=True)
     print_verdicts(records)
     print_file(output)
     return records

@@ -30,12 +30,12 @@ from octavo.measure import store
 from octavo.measure.evaluate import chartqa, needle, perplexity
 from octavo.measure.evaluate.answering import stop_tokens
 from octavo.measure.evaluate.calibration import calibration_records
+from octavo.measure.evaluate.image_requests import ChartRequest
 from octavo.measure.evaluate.image_scores import fitting
 from octavo.measure.evaluate.language import local_rows, machine_of
 from octavo.measure.evaluate.question_files import ChartQuestion
 from octavo.measure.evaluate.requests import (
     BASELINE,
-    ChartRequest,
     LanguageRequest,
     NeedleRequest,
     PerplexityRequest,

@@ -23,7 +23,7 @@ from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.measured import advice_records
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.requests import ImageRequest
+from octavo.measure.evaluate.image_requests import ImageRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Watch

@@ -40,7 +40,8 @@ class Progress:
 class Participant(Generic[Work]):
     """A row of the table: ready to work from when `open` is entered until it is left.
 
-    about: what its records say of it besides its name; machine: where it runs.
+    about: what its records say of it besides its name; machine: where it runs. ran: values that its
+    records have besides those measured, filled in while it is open.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Participant(Generic[Work]):
     about: Mapping[str, Scalar]
     machine: Machine
     open: Callable[[], AbstractContextManager[Work]] = field(repr=False)
+    ran: dict[str, float] = field(default_factory=dict, repr=False)
 
 
 def ready(work: Work) -> Callable[[], AbstractContextManager[Work]]:
@@ -214,7 +216,7 @@ def _run_one(
             op=workload.op,
             impl=participant.impl,
             case={**own, **workload.cells[cell], **outcome.about},
-            values={**outcome.values, **compared},
+            values={**outcome.values, **compared, **participant.ran},
             machine=outcome.machine or participant.machine,
             command=workload.command,
             baseline=baseline,

@@ -18,8 +18,8 @@ from octavo.measure.evaluate.chartqa import (
     evaluate,
     load_reader,
 )
+from octavo.measure.evaluate.image_requests import ChartRequest
 from octavo.measure.evaluate.question_files import ChartQuestion
-from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.report.tables import format_column
 from octavo.measure.rows import Row
 

@@ -9,7 +9,7 @@ from octavo.measure.evaluate.chartqa import (
     final_answer,
     relaxed_accuracy,
 )
-from octavo.measure.evaluate.statistics import paired_difference
+from octavo.measure.statistics import paired_difference
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from octavo import Recipe, quantize_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.changes import Changes
 from octavo.measure.evaluate import images
+from octavo.measure.evaluate.image_requests import ImageRequest
 from octavo.measure.evaluate.image_scores import ImageScores
 from octavo.measure.evaluate.images import (
     ImageJob,
@@ -25,7 +26,6 @@ from octavo.measure.evaluate.images import (
     read_prompts,
     rows_below,
 )
-from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.rows import Row
 
 pytest.importorskip("diffusers")

@@ -14,16 +14,15 @@ from octavo.measure.evaluate.mrcr import (
     area_under_curve,
     bucket_of,
     choose_questions,
-    generated_questions,
     grade,
     joined_values,
-    load_questions,
     make_workload,
     mrcr_table,
-    score_values,
 )
+from octavo.measure.evaluate.mrcr_data import generated_questions, load_questions
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records, run_workload
+from octavo.measure.statistics import pass_values
 
 MACHINE = Machine.current()
 MESSAGES = [
@@ -208,10 +207,14 @@ def test_records_of_buckets_and_of_all():
     assert table.rows[2][0] == "lost" and table.rows[2][-1] == 0
 
 
+@pytest.mark.parametrize("repetitions", [1, 3])
 @pytest.mark.parametrize("scores", [[[0.5]], [[0.25, 1.0], [0.0]], [[0.1, 0.7, 0.4], [0.9, 0.3]]])
-def test_scores_of_buckets_are_joined_as_if_they_were_one(scores):
-    joined = joined_values([score_values(some) for some in scores])
-    assert joined == pytest.approx(score_values([one for some in scores for one in some]))
+def test_scores_of_buckets_are_joined_as_if_they_were_one(scores, repetitions):
+    repeated = [
+        [[one * (n + 1) / 3 for n in range(repetitions)] for one in some] for some in scores
+    ]
+    joined = joined_values([pass_values(some) for some in repeated])
+    assert joined == pytest.approx(pass_values([one for some in repeated for one in some]))
 
 
 ABOUT = {"data": "generated", "num_needles": "all"}

@@ -31,9 +31,9 @@ from octavo.measure.evaluate.needle import (
     split_sentences,
 )
 from octavo.measure.evaluate.requests import NeedleRequest
-from octavo.measure.evaluate.statistics import recovery
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records, run_workload
+from octavo.measure.statistics import recovery
 
 MODEL = SimpleNamespace(
     name="m",
@@ -171,6 +171,7 @@ def test_one_record_for_each_row_and_cell():
         "found_percent": 100,
         "num_found": 4,
         "found_standard_error_percent": 0,
+        **{f"question_{number}_percent": 100 for number in range(1, 5)},
     }
     assert first.baseline is None and second.baseline == "bf16"
     assert second.values["found_percent"] == second.values["recovery_percent"] == 75

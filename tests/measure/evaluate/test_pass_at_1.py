@@ -15,23 +15,22 @@ from octavo.integrations.transformers.text_model import (
     load_generation_sampling,
 )
 from octavo.measure.evaluate.language import Reply
-from octavo.measure.evaluate.math_equality import make_checker
-from octavo.measure.evaluate.statistics import paired_recovery, pass_values
+from octavo.measure.evaluate.math_judge import MathJudge
+from octavo.measure.evaluate.requests import ChoiceRequest, MrcrRequest
+from octavo.measure.evaluate.sampling import Sampler, SamplingPlan
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
 from octavo.measure.evaluate.tasks import (
     AnswerFile,
-    Sampler,
-    SamplingPlan,
     Task,
     make_workload,
     pass_table,
 )
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records, ready, run_workload
+from octavo.measure.statistics import paired_recovery, pass_values
 from octavo.measure.store import TornLineWarning
 
 PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)
-CHECKER = make_checker("octavo")
 ABOUT = {"data": "generated", **PLAN.about()}
 
 
@@ -44,9 +43,9 @@ def choice_task(count, repetitions):
     return Task(op="choice", questions=questions, repetitions=repetitions)
 
 
-def math_task(count, repetitions):
+def math_task(count, repetitions, judge=None):
     questions = generated_math_questions(count)
-    return Task(op="math", questions=questions, repetitions=repetitions, checker=CHECKER)
+    return Task(op="math", questions=questions, repetitions=repetitions, judge=judge)
 
 
 def test_errors_of_questions_and_of_repetitions():
@@ -123,13 +122,17 @@ def test_records_of_choice():
 
 
 def test_records_of_math():
-    task = math_task(5, repetitions=1)
+    pytest.importorskip("math_verify")
+    judge = MathJudge()
+    task = math_task(5, 1, judge)
 
     def spelled(item):
-        return Reply(f"So it is \\boxed{{x = {item.answer}\\text{{ units}}}}.")
+        return Reply(f"So it is \\boxed{{{item.answer}\\text{{ units}}}}.")
 
     (record,) = evaluate([row("a", spelled)], task, AnswerFile())
-    assert record.values["score_percent"] == 100 and record.case["checker"] == "octavo"
+    judge.close()
+    assert record.values["score_percent"] == 100
+    assert record.case["checker"].startswith("math-verify 0.")
     with pytest.raises(ConfigError, match="rows of different names"):
         evaluate([], task, AnswerFile())
 
@@ -189,6 +192,25 @@ def test_every_item_has_a_seed_of_its_own():
                 for name in "ab" for plan in (PLAN, longer)]  # fmt: skip
     keys = [sampler.key(item) for sampler in samplers for item in problems]
     assert len(set(keys)) == 24
+
+
+@pytest.mark.parametrize(
+    ("data", "repetitions"),
+    [
+        ("HuggingFaceH4/MATH-500", 5),
+        ("math_500/test.jsonl", 5),
+        ("opencompass/AIME2025", 10),
+        ("aime25.parquet", 10),
+        ("Idavidrein/gpqa", 5),
+        ("gpqa_diamond.csv", 5),
+        ("livecodebench/code_generation_lite", 10),
+        ("generated", 1),
+        ("cais/mmlu", 1),
+    ],
+)
+def test_repetitions_are_those_of_published_evaluations(data, repetitions):
+    assert ChoiceRequest(model="m", data=data).usual_repetitions == repetitions
+    assert MrcrRequest(model="m", data=data).usual_repetitions == 5
 
 
 def test_sampling_parameters_of_a_generation_config(tmp_path):

@@ -5,6 +5,8 @@ end with "Final Answer: …" is judged by what follows; an answer without those 
 by `relaxed_accuracy` and `exact_match` if it is one line, as the chart reader's are.
 """
 
+import hashlib
+import json
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -27,14 +29,14 @@ from octavo.integrations.transformers.calibrate import layer_names, observe_imag
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision_language import load_vlm_reader
 from octavo.kernels.device import default_device
+from octavo.measure.evaluate.image_requests import ChartRequest
 from octavo.measure.evaluate.language import local_participants
 from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
-from octavo.measure.evaluate.requests import ChartRequest
-from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
 from octavo.measure.run import Outcome, Progress, Records, Watch, run_whole
+from octavo.measure.statistics import paired_difference
 
 BATCH_SIZE = 16
 NUM_CALIBRATION_IMAGES = 128
@@ -176,8 +178,21 @@ def evaluate(
         records,
         op="chartqa",
         command=command,
-        about={"data": data, "num_questions": len(questions)},
+        about={
+            "data": data,
+            "num_questions": len(questions),
+            "questions_sha256": _digest(questions),
+        },
     )
+
+
+def _digest(questions: Sequence[ChartQuestion]) -> str:
+    """Of all that is asked, images too: a file may change and keep its name."""
+    found = hashlib.sha256()
+    for one in questions:
+        found.update(json.dumps([one.text, one.answers, one.image.size]).encode())
+        found.update(one.image.tobytes())
+    return found.hexdigest()[:16]
 
 
 def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:

@@ -21,13 +21,13 @@ from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
 from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
 from octavo.measure.bench.timing import machine_of
+from octavo.measure.evaluate.image_requests import ImageRequest
 from octavo.measure.evaluate.image_scores import (
     DrawnRow,
     compare_images,
     save_row,
     why_no_lpips,
 )
-from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row

@@ -31,6 +31,7 @@ from octavo.integrations.transformers.text_model import (
 from octavo.integrations.transformers.tokenizer import prepare_tokenizer
 from octavo.measure.bench.timing import machine_of as machine_at
 from octavo.measure.evaluate.answering import Content, answer_text
+from octavo.measure.evaluate.fp8_layers import watched
 from octavo.measure.evaluate.requests import LanguageRequest, NeedleRequest, ServedRequest
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
@@ -44,11 +45,12 @@ TIMEOUT_S = 3600.0  # of a request: a long prompt and its answer
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text or chat to answer greedily; num_tokens: its length, for the progress."""
+    """A text or chat to answer; num_tokens: its length, for the progress."""
 
     content: Content
     max_tokens: int
     num_tokens: int
+    repetition: int = 0
 
 
 Ask = Callable[[Sequence[Prompt]], list[str]]  # the answers to some prompts
@@ -373,9 +375,11 @@ def local_participants(
             impl="transformers",
             about=about,
             machine=machine,
-            open=partial(applied, model, row.recipe()),
+            open=partial(watched, partial(applied, model, row.recipe()), ran),
+            ran=ran,
         )
         for row in rows
+        for ran in [dict[str, float]()]
     ]
 
 

@@ -3,42 +3,50 @@
 import hashlib
 import json
 import math
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from octavo.amounts import parse_tokens
-from octavo.brief import brief
-from octavo.calibration.rows import Row as FileRow
-from octavo.calibration.rows import parse_json
 from octavo.calibration.scale_file import ScaleSet
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.integrations.transformers.tokenizer import chat_tokens, text_tokens
-from octavo.measure.evaluate.answering import Message
 from octavo.measure.evaluate.language import (
     Ask,
     Keys,
     Prompt,
+    Reply,
     calibrate_rows,
+    clients,
     counting_tokenizer,
     given_scales,
     load_model,
     participants,
 )
-from octavo.measure.evaluate.question_files import read_questions
-from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
-from octavo.measure.evaluate.statistics import mean_values, recovery
+from octavo.measure.evaluate.mrcr_data import Question, generated_questions, load_questions
+from octavo.measure.evaluate.requests import LanguageRequest, MrcrRequest
+from octavo.measure.evaluate.sampling import (
+    Item,
+    Sampler,
+    SamplingPlan,
+    local_samplers,
+    make_plan,
+    served_sampler,
+)
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table, tokens_text
 from octavo.measure.run import (
     ALL,
     Outcome,
+    Participant,
     Progress,
     Records,
     Values,
@@ -46,107 +54,15 @@ from octavo.measure.run import (
     Workload,
     run_workload,
 )
+from octavo.measure.statistics import (
+    paired_values,
+    pass_values,
+    question_values,
+    recovery,
+    shift_values,
+)
 
-COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
-SUFFIXES = (".jsonl", ".parquet")
 OF_ALL = ("score_percent", "score_standard_error_percent", "auc_percent", "recovery_percent")
-
-_KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
-_TOPICS = ("tapirs", "rocks", "clouds", "harbors", "violins", "maps", "lemons", "trains", "owls")
-_SUBJECTS = ("The old gardener", "A patient fox", "My neighbour", "The tallest ship", "An owl")
-_VERBS = ("carries", "forgets", "paints", "follows", "sings about", "counts", "repairs")
-_OBJECTS = ("the silver bell", "seven lanterns", "a paper kite", "the last apple", "a small drum")
-_ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
-GENERATED_SIZES = (20, 60)  # requests in a generated chat
-
-
-@dataclass(frozen=True)
-class Question:
-    """A chat, the answer to its last message, and the prefix that the answer must have."""
-
-    messages: tuple[Message, ...]
-    answer: str
-    prefix: str
-    num_needles: int
-
-    def __post_init__(self) -> None:
-        if not self.messages or self.messages[-1]["role"] != "user":
-            raise CheckpointError("expected messages that end with the user's")
-        if not self.prefix or not self.answer.startswith(self.prefix):
-            raise CheckpointError(
-                f"expected an answer that starts with {brief(self.prefix)}, got "
-                f"{brief(self.answer[:100])}"
-            )
-
-
-def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
-    """The questions of `data`; num_needles: only those with so many. ConfigError if none has."""
-    if data == GENERATED:
-        found = generated_questions()
-    else:  # files of the data set lie in folders of 2, 4 and 8 needles
-        found = read_questions(_question, data, columns=COLUMNS, suffixes=SUFFIXES)
-    chosen = [q for q in found if num_needles in (None, q.num_needles)]
-    if not chosen:
-        there = ", ".join(map(str, sorted({q.num_needles for q in found})))
-        raise ConfigError(f"expected questions with {num_needles} needles, got those with {there}")
-    return chosen
-
-
-def generated_questions(count: int = 8, seed: int = 0) -> list[Question]:
-    """Small chats with 2 needles each, the same ones for a seed; half of them longer."""
-    return [
-        _generate(random.Random(f"{seed}, {i}"), GENERATED_SIZES[i * len(GENERATED_SIZES) // count])
-        for i in range(count)
-    ]
-
-
-def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Question:
-    asked = (draw.choice(_KINDS), draw.choice(_TOPICS))
-    others = [(kind, topic) for kind in _KINDS for topic in _TOPICS if (kind, topic) != asked]
-    requests = draw.choices(others, k=num_requests)
-    for place in draw.sample(range(num_requests), num_needles):
-        requests[place] = asked
-    messages: list[Message] = []
-    needles = []
-    for kind, topic in requests:
-        lines = [
-            f"{draw.choice(_SUBJECTS)} {draw.choice(_VERBS)} {draw.choice(_OBJECTS)}."
-            for _ in range(4)
-        ]
-        text = f"About {topic}: " + " ".join(lines)
-        messages.append({"role": "user", "content": f"write a {kind} about {topic}"})
-        messages.append({"role": "assistant", "content": text})
-        if (kind, topic) == asked:
-            needles.append(text)
-    which = draw.randrange(num_needles)
-    prefix = "".join(draw.choices("ABCDEFGHJKLMNPQRSTUVWXYZabcdefghjkmnpqrstuvwxyz23456789", k=10))
-    question = (
-        f"Prepend {prefix} to the {_ORDINALS[which]} (1 indexed) {asked[0]} about {asked[1]}. "
-        "Do not include any other text in your response."
-    )
-    messages.append({"role": "user", "content": question})
-    return Question(tuple(messages), prefix + needles[which], prefix, num_needles)
-
-
-def _question(row: FileRow) -> Question:
-    prompt, answer, prefix, num_needles = (row.content[name] for name in COLUMNS)
-    messages = parse_json(prompt, "prompt") if isinstance(prompt, str) else prompt
-    own = []
-    for message in messages if isinstance(messages, list) else [messages]:
-        match message:
-            case {"role": "assistant" | "system" | "user" as role, "content": str(content)}:
-                own.append({"role": role, "content": content})
-            case _:
-                raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
-    if not isinstance(answer, str) or not isinstance(prefix, str):
-        raise CheckpointError(f"expected texts of answer and prefix, got {brief((answer, prefix))}")
-    try:
-        count = int(num_needles)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(str(error)) from None
-    return Question(tuple(own), answer, prefix, count)
-
-
 # Generated chats to calibrate on, where an evaluation asks about others.
 CHAT_LENGTH, NUM_CHATS = 2048, 4
 # An answer may be so many tokens longer than the true one.
@@ -168,11 +84,10 @@ class Counted:
         """Of the prompt and the true answer."""
         return self.num_prompt_tokens + self.num_answer_tokens
 
-    @property
-    def prompt(self) -> Prompt:
+    def prompt(self, repetition: int = 0) -> Prompt:
         """What a row is asked."""
         max_tokens = self.num_answer_tokens + SLACK_TOKENS
-        return Prompt(self.question.messages, max_tokens, self.num_prompt_tokens)
+        return Prompt(self.question.messages, max_tokens, self.num_prompt_tokens, repetition)
 
 
 def count_tokens(tokenizer: Any, question: Question) -> Counted:
@@ -216,23 +131,84 @@ def run(request: MrcrRequest, output: Path | None, watch: Watch) -> list[Measure
         counted.append(count_tokens(tokenizer, question))
         counting.add()
     buckets = choose_questions(counted, limit, request.num_questions)
+    plan, repetitions = make_plan(request, text_model)
+    request = replace(request, repetitions=repetitions)
     if text_model is not None and not scales:
         scales = calibrate_on_chats(request, text_model, watch)
     num_rows = len(request.endpoint or request.parsed_rows)
-    progress = Progress(watch, "answering", num_rows * sum(map(_length, buckets.values())))
-    calibration = ["generated chats", request.margin]
+    total = num_rows * repetitions * sum(map(_length, buckets.values()))
+    progress = Progress(watch, "answering", total)
     about = {
         "data": request.data_name,
         "num_needles": request.num_needles or ALL,
         "max_length": limit or ALL,
         "per_bucket": request.num_questions or ALL,
+        "repetitions": repetitions,
+        **plan.about(),
+        "max_tokens": request.max_tokens or f"answer + {SLACK_TOKENS}",
     }
     return run_workload(
-        participants(request, text_model, scales, progress, calibration=calibration),
-        make_workload(buckets, about, request.command),
+        _rows(request, text_model, scales, plan, progress),
+        make_workload(buckets, about, request.command, repetitions),
         records,
-        on_skip=lambda bucket: progress.add(_length(buckets[int(bucket)])),
+        on_skip=lambda bucket: progress.add(repetitions * _length(buckets[int(bucket)])),
     )
+
+
+def _rows(
+    request: MrcrRequest,
+    text_model: TextModel | None,
+    scales: Mapping[Keys, ScaleSet],
+    plan: SamplingPlan,
+    progress: Progress,
+) -> list[Participant[Ask]]:
+    """Rows that answer by the plan: servers, a model in the engine, or greedily without it."""
+    if text_model is None:
+        tokenizer = {"tokenizer": request.tokenizer or ""}
+        samplers = [served_sampler(client, plan, **tokenizer) for client in clients(request)]
+    elif plan.is_greedy and request.max_tokens is None:
+        calibration = ["generated chats", request.margin]
+        return participants(request, text_model, scales, progress, calibration=calibration)
+    else:
+        samplers = local_samplers(request, text_model, plan, scales)
+    return [
+        Participant(
+            name=one.name,
+            impl=one.impl,
+            about=one.about,
+            machine=one.machine,
+            open=partial(_open_sampler, one, progress),
+            ran=one.ran,
+        )
+        for one in samplers
+    ]
+
+
+@contextmanager
+def _open_sampler(row: Participant[Sampler], progress: Progress) -> Iterator[Ask]:
+    with row.open() as sampler:
+
+        def ask(prompts: Sequence[Prompt]) -> list[str]:
+            items = [_item(prompt) for prompt in prompts]
+            texts: dict[Item, str] = {}
+            tokens = {item: one.num_tokens for item, one in zip(items, prompts, strict=True)}
+
+            def keep(item: Item, reply: Reply) -> None:
+                texts[item] = reply.text
+                progress.add(tokens[item])
+
+            sampler.ask(items, keep)
+            return [texts[item] for item in items]
+
+        yield ask
+
+
+def _item(prompt: Prompt) -> Item:
+    """What a sampler is asked; a question's name is a digest, by which it has a seed of its own."""
+    assert not isinstance(prompt.content, str)
+    asked = json.dumps(prompt.content, default=dict).encode()
+    name = hashlib.sha256(asked).hexdigest()[:16]
+    return Item(name, prompt.repetition, prompt.content, "", max_tokens=prompt.max_tokens)
 
 
 def calibrate_on_chats(
@@ -250,7 +226,10 @@ def calibrate_on_chats(
 
 
 def make_workload(
-    buckets: Mapping[int, Sequence[Counted]], about: Mapping[str, Scalar], command: str
+    buckets: Mapping[int, Sequence[Counted]],
+    about: Mapping[str, Scalar],
+    command: str,
+    repetitions: int = 1,
 ) -> Workload[Ask, Scalar]:
     """The scores of each bucket, and those of all questions with their AUC.
 
@@ -266,12 +245,18 @@ def make_workload(
         area = area_under_curve(scores, longest)
         assert area is not None
         whole = joined_values(list(values.values()))
-        return {**whole, "auc_percent": area, "auc_length": float(longest)}
+        shift = shift_values(list(values.values()))
+        return {**whole, "auc_percent": area, "auc_length": float(longest), **shift}
 
     def measure(ask: Ask, bucket: Scalar) -> Outcome:
-        texts = ask([one.prompt for one in asked[bucket]])
-        pairs = zip(texts, (one.question for one in asked[bucket]), strict=True)
-        return Outcome(score_values([grade(text, q.answer, q.prefix) for text, q in pairs]))
+        numbers = range(repetitions)
+        some = asked[bucket]
+        texts = iter(ask([one.prompt(number) for one in some for number in numbers]))
+        scores = [
+            [grade(next(texts), one.question.answer, one.question.prefix) for _ in numbers]
+            for one in some
+        ]
+        return Outcome(pass_values(scores) | question_values(list(map(fmean, scores))))
 
     return Workload(
         op="mrcr",
@@ -281,7 +266,7 @@ def make_workload(
             for bucket, some in asked.items()
         },
         measure=measure,
-        compare=recovery,
+        compare=lambda own, first: recovery(own, first) | paired_values(own, first),
         summary=(ALL, summarize),
     )
 
@@ -314,18 +299,18 @@ def bucket_of(num_tokens: int) -> int:
     return next(end for end in BUCKETS if num_tokens <= end)
 
 
-def score_values(scores: Sequence[float]) -> dict[str, float]:
-    """The mean score in percent, and its standard error where there are two or more."""
-    return {**mean_values(scores), "num_questions": float(len(scores))}
-
-
 def joined_values(buckets: Sequence[Values]) -> dict[str, float]:
-    """The values of all questions, from those that `score_values` gave of each bucket."""
+    """The values of all questions, from those that `pass_values` gave of each bucket."""
     counts = [values["num_questions"] for values in buckets]
     means = [values["score_percent"] / 100 for values in buckets]
     number = sum(counts)
     mean = sum(n * m for n, m in zip(counts, means, strict=True)) / number
-    joined = {"score_percent": 100 * mean, "num_questions": number}
+    num_answers = sum(values["num_answers"] for values in buckets)
+    joined = {"score_percent": 100 * mean, "num_questions": number, "num_answers": num_answers}
+    repetition = "repetition_standard_error_percent"
+    if all(repetition in values for values in buckets):
+        parts = (n * own[repetition] for n, own in zip(counts, buckets, strict=True))
+        joined[repetition] = math.hypot(*parts) / number
     if number > 1:
         squares = 0.0  # of what scores are away from the mean of all
         for values, n, m in zip(buckets, counts, means, strict=True):
@@ -365,7 +350,8 @@ def mrcr_table(records: Sequence[Measurement]) -> Table:
     area = f"AUC@{tokens_text(ends[-1])}"
     return Table(
         caption=f"MRCR score (%): {first['model']}, {first['data']}, needles: "
-        f"{first['num_needles']}, {int(wholes[0].values['num_questions'])} questions",
+        f"{first['num_needles']}, {int(wholes[0].values['num_questions'])} questions × "
+        f"{first.get('repetitions', 1)}",
         header=("recipe", *heads, "all", "± s.e.", area, "recovery (%)"),
         rows=tuple(rows),
     )

@@ -29,9 +29,14 @@ from octavo.measure.evaluate.language import (
     participants,
 )
 from octavo.measure.evaluate.requests import NeedleRequest
-from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.run import Outcome, Progress, Records, Watch, Workload, run_workload
+from octavo.measure.statistics import (
+    mean_values,
+    paired_values,
+    question_values,
+    recovery,
+)
 
 # Numbers of text haystacks: so many digits that none is guessed.
 NUMBERS = range(1_000_000, 10_000_000)
@@ -328,7 +333,8 @@ def make_workload(grid: Grid, haystack: Haystack, command: str) -> Workload[Ask,
         prompts = grid.prompts(haystack, *cell)
         texts = ask([Prompt(one.text, haystack.num_answer_tokens, cell[0]) for one in prompts])
         found = [p.is_found(text) for p, text in zip(prompts, texts, strict=True)]
-        return Outcome({**mean_values(found, "found"), "num_found": float(sum(found))})
+        own = mean_values(found, "found") | question_values(list(map(float, found)))
+        return Outcome({**own, "num_found": float(sum(found))})
 
     numbers = {"repetitions": grid.repetitions, "seed": grid.seed}
     return Workload(
@@ -339,5 +345,5 @@ def make_workload(grid: Grid, haystack: Haystack, command: str) -> Workload[Ask,
             for length, depth in grid.cells
         },
         measure=measure,
-        compare=lambda own, first: recovery(own, first, "found"),
+        compare=lambda own, first: recovery(own, first, "found") | paired_values(own, first),
     )

@@ -1,5 +1,7 @@
 """Perplexity of a text, read through the KV cache: a model's own dtype beside FP8."""
 
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,10 +25,10 @@ from octavo.measure.evaluate.language import (
     model_about,
 )
 from octavo.measure.evaluate.requests import Count, PerplexityRequest
-from octavo.measure.evaluate.statistics import standard_error
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.run import ALL, Outcome, Progress, Records, Watch, Workload, run_workload
+from octavo.measure.statistics import standard_error
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 # Logits of so many tokens become losses at a time: their softmax needs a copy.
@@ -235,7 +237,9 @@ def make_workload(
         losses.append(window_losses(model, windows, reading, on_step))
         return Outcome(_values(losses[-1], losses[0], len(losses) == 1))
 
-    read: dict[str, Scalar] = {"data": data, "context": len(windows[0]), "chunk": reading.chunk}
+    digest = hashlib.sha256(json.dumps([window.tolist() for window in windows]).encode())
+    read: dict[str, Scalar] = {"data": data, "text_sha256": digest.hexdigest()[:16]}
+    read |= {"context": len(windows[0]), "chunk": reading.chunk}
     cells = {ALL: {**read, "count": reading.count, "num_windows": len(windows)}}
     return Workload(op="perplexity", command=command, cells=cells, measure=measure)
 

@@ -3,6 +3,7 @@
 A flag is the field's name with hyphens, and its entry under `Attributes:` is the flag's help.
 """
 
+import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ from octavo.measure.rows import LANGUAGE, Row, parse_rows
 from octavo.measure.run import command_line
 
 GENERATED, BASELINE = "generated", "baseline"
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
+# Scales of 1.0 are what needs no calibration, and what vLLM's --kv-cache-dtype fp8 runs.
+DEFAULT_ROWS = (BASELINE, "unit", "tensor", "head", "token")
 # Of the retrieval model, which needs no calibration. One-level sums take minutes on a CPU.
 RETRIEVAL_ROWS, CPU_ROWS = (BASELINE, "unit+promote=none", "unit"), (BASELINE, "unit")
 Count = Literal["later", "all", "last"]
@@ -49,7 +51,8 @@ class Request:
         return {name: getattr(self, name) for name in names}
 
 
-def _check_least(request: Request, **least: int) -> None:
+def check_least(request: Request, **least: int) -> None:
+    """ConfigError for a field that is below its least value."""
     for name, number in least.items():
         if (value := getattr(request, name)) is not None and value < number:
             flag = name.replace("_", "-")
@@ -142,7 +145,7 @@ class PerplexityRequest(LanguageRequest):
         if self.data is None:
             raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
         super().__post_init__()
-        _check_least(self, context=2, num_windows=1, calibration_windows=1, chunk=1, batch_size=1)
+        check_least(self, context=2, num_windows=1, calibration_windows=1, chunk=1, batch_size=1)
         if self.scales is not None and self.calibration_data is not None:
             raise ConfigError("expected --scales or --calibration-data, got both")
 
@@ -182,7 +185,7 @@ class ServedRequest(LanguageRequest):
             raise ConfigError("--recipe is for a model; a server runs what it was started with")
         if self.tokenizer and not self.endpoint:
             raise ConfigError("--tokenizer is for --endpoint: a model has its own")
-        _check_least(self, max_concurrency=1)
+        check_least(self, max_concurrency=1)
         super().__post_init__()
 
     @property
@@ -228,7 +231,7 @@ class NeedleRequest(ServedRequest):
             raise ConfigError(f"--data is a text to hide needles in, for {wanted}")
         if self.prompts != PromptSettings() and not self.has_text:
             raise ConfigError(f"--add-bos is for {wanted}")
-        _check_least(self, num_keys=1, chunk=5, repetitions=1)
+        check_least(self, num_keys=1, chunk=5, repetitions=1)
         super().__post_init__()
 
     @property
@@ -265,8 +268,64 @@ class ChatRequest(ServedRequest):
         return self.data if self.data == GENERATED else Path(self.data).name
 
 
+# How often the published evaluations ask each question, by a part of the data's name.
+USUAL_REPETITIONS = {"aime": 10, "livecodebench": 10, "gpqa": 5, "math500": 5, "mrcr": 5}
+
+
 @dataclass(frozen=True, kw_only=True)
-class MrcrRequest(ChatRequest):
+class SampledRequest(ChatRequest):
+    """Questions with answers that are drawn, and how.
+
+    Attributes:
+        repetitions: How often each question is asked; left out, 10 for AIME and LiveCodeBench, 5
+            for GPQA, MATH-500 and MRCR by the name of --data, else 1.
+        seed: Of the answers, and of the order of options.
+        generation_config: Folder or name of a model whose sampling parameters are taken. Servers
+            are told nothing without it and the sampling flags, and draw by their own defaults.
+        max_tokens: Of an answer, thoughts included; left out, what the context has room for.
+        temperature: In place of the model's own (generation_config.json); 0 is greedy. So with
+            --top-p, --top-k and --min-p.
+        max_concurrency: Questions that are answered at once.
+        gpu_memory_utilization: Share of a GPU's memory for weights and cache.
+        num_pages: Pages of the cache; left out, what the run can use and memory has room for.
+    """
+
+    unsaid = (*ServedRequest.unsaid, "gpu_memory_utilization", "num_pages")
+
+    repetitions: int | None = None
+    seed: int = 0
+    generation_config: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    gpu_memory_utilization: float = 0.9
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, num_questions=1, repetitions=1, max_tokens=1, num_pages=1)
+        check_least(self, temperature=0, top_k=0)
+        if self.endpoint and self.prompts != PromptSettings():
+            raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
+
+    @property
+    def usual_repetitions(self) -> int:
+        """How often the published evaluations ask each question of such data."""
+        name = re.sub(r"[^a-z0-9]", "", self.data.lower())
+        found = (number for part, number in USUAL_REPETITIONS.items() if part in name)
+        return next(found, 1)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Sampling parameters that are set by hand, by the names of OpenAI's and vLLM's APIs."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MrcrRequest(SampledRequest):
     """Long chats in which one of several equal requests is asked for again.
 
     Attributes:
@@ -277,6 +336,9 @@ class MrcrRequest(ChatRequest):
         max_length: Only questions that fit in so many tokens with their answers, such as 128k; left
             out, what the model was made for, or all questions of servers.
         num_questions: At most so many in a bucket of lengths.
+        repetitions: How often each question is asked; left out, 5, or 1 if decoding is greedy.
+        max_tokens: Of an answer; left out, 64 more than the true one has.
+        max_concurrency: Requests open at once.
     """
 
     task = "mrcr"
@@ -289,12 +351,17 @@ class MrcrRequest(ChatRequest):
         super().__post_init__()
         if self.endpoint and not self.tokenizer:
             raise ConfigError("--endpoint needs --tokenizer to count tokens; a model has its own")
-        _check_least(self, num_needles=1, chunk=5, num_questions=1)
+        check_least(self, num_needles=1, chunk=5)
+
+    @property
+    def usual_repetitions(self) -> int:
+        """As published, whatever the file is called."""
+        return USUAL_REPETITIONS["mrcr"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceRequest(ChatRequest):
-    """Questions with one right answer, and how answers are drawn and kept.
+class ChoiceRequest(SampledRequest):
+    """Questions with one right answer.
 
     Attributes:
         data: Questions: 'generated' small ones, a .csv, .jsonl or .parquet file or a folder of them
@@ -303,56 +370,54 @@ class ChoiceRequest(ChatRequest):
         subset: Of a data set of the hub: gpqa_diamond.
         split: Of a data set of the hub; left out, its only one, or test.
         num_questions: The first so many of them.
-        repetitions: How often each question is asked.
-        seed: Of the answers, and of the order of options.
-        generation_config: Folder or name of a model whose sampling parameters are taken. Servers
-            are told nothing without it and the sampling flags, and draw by their own defaults.
-        max_tokens: Of an answer, thoughts included; left out, what the context has room for.
-        temperature: In place of the model's own (generation_config.json); 0 is greedy. So with
-            --top-p, --top-k and --min-p.
-        max_concurrency: Questions that are answered at once.
-        gpu_memory_utilization: Share of a GPU's memory for weights and cache.
-        num_pages: Pages of the cache; left out, what the run can use and memory has room for.
         answers: Write every answer to this JSON Lines file as it comes: the text, what was read of
             it, and whether that is right.
         resume: Take the answers that --answers has already.
     """
 
     task = "choice"
-    unsaid = (*ServedRequest.unsaid, "answers", "gpu_memory_utilization", "num_pages")
+    unsaid = (*SampledRequest.unsaid, "answers")
 
     subset: str | None = None
     split: str | None = None
-    repetitions: int = 1
-    seed: int = 0
-    generation_config: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    gpu_memory_utilization: float = 0.9
-    num_pages: int | None = None
     answers: Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_least(self, num_questions=1, repetitions=1, max_tokens=1, num_pages=1)
-        _check_least(self, temperature=0, top_k=0)
-        if self.endpoint and self.prompts != PromptSettings():
-            raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """Sampling parameters that are set by hand, by the names of OpenAI's and vLLM's APIs."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def about(self) -> dict[str, Scalar]:
         """What records say of the questions."""
         parts = {"data": self.data_name, "subset": self.subset, "split": self.split}
         return {name: part for name, part in parts.items() if part}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeRequest(ChoiceRequest):
+    """Problems that a program solves.
+
+    Attributes:
+        data: Problems: 'generated' small ones, or LiveCodeBench's .jsonl or .parquet files, or a
+            folder of them: test6.jsonl is what its version 6 adds, test.jsonl to test6.jsonl are
+            all of it.
+        repetitions: How often each problem is asked; left out, 10.
+        allow_code: Run the programs that the model writes, in a sandbox without network.
+        answers: Write every answer to this JSON Lines file as it comes: the text, its program, and
+            whether that passed all tests.
+    """
+
+    task = "code"
+
+    allow_code: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.allow_code:
+            raise ConfigError(
+                "octavo eval code runs programs that a model writes, in a sandbox: add --allow-code"
+            )
+
+    @property
+    def usual_repetitions(self) -> int:
+        """As published, whatever the file is called."""
+        return USUAL_REPETITIONS["livecodebench"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,88 +428,6 @@ class MathRequest(ChoiceRequest):
         data: Problems: 'generated' arithmetic, a .jsonl, .parquet or .csv file or a folder of them
             (columns problem or question, and answer), or a data set such as HuggingFaceH4/MATH-500
             or HuggingFaceH4/aime_2024.
-        checker: How answers are compared: octavo, math_verify, or auto, which is math_verify after
-            octavo's own rules if that package is installed.
     """
 
     task = "math"
-
-    checker: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChartRequest(Request):
-    """Questions about charts, and rows of a model that answers them.
-
-    Attributes:
-        data: Questions: 'generated' charts, a .parquet or .jsonl file or a folder of them (columns
-            image, query, label), or a data set such as HuggingFaceM4/ChartQA.
-        num_questions: How many, from the first on.
-        recipe: A row of the table, see docs/reference/rows.md; may be given more than once.
-        scales: Scale file for rows with static scales; left out, scales are calibrated on charts of
-            another distribution first.
-        batch_size: Questions in one call of the model.
-    """
-
-    task = "chartqa"
-
-    data: str = GENERATED
-    num_questions: int = 500
-    recipe: tuple[str, ...] = ("bf16", "dynamic", "static")
-    scales: Path | None = None
-    batch_size: int = 16
-    prompts: PromptSettings = PromptSettings()
-
-    def __post_init__(self) -> None:
-        _check_least(self, num_questions=1, batch_size=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageRequest(Request):
-    """Images that rows of a pipeline draw, and how they are compared. model: None is the small one.
-
-    Attributes:
-        prompts: A prompt in each line. The small image model has a list of its own.
-        prompt: A prompt; may be given more than once.
-        num_pictures: How many; prompts serve again, with other seeds, once all are used. Left out:
-            an image for each prompt.
-        row: A row of the table, see docs/reference/rows.md; may be given more than once.
-        num_inference_steps: Left out: the pipeline's own default.
-        height: In pixels.
-        width: In pixels.
-        guidance_scale: Left out: the pipeline's own.
-        seed: Of the first image's noise.
-        device: Left out: the GPU if there is one.
-        dtype: The pipeline is loaded in.
-        lpips: Left out: LPIPS if its package is installed.
-        clip: A CLIP model's folder or name, for the CLIP score.
-        min_psnr: Exit with 1 if the mean PSNR of a row is below this many dB.
-        save_pictures: Write all images to this folder, a sheet with rows and prompts, and for each
-            row a JPEG beside the first row, which its record names for octavo report.
-    """
-
-    task = "images"
-    unsaid = ("device", "lpips", "min_psnr", "save_pictures")
-
-    prompts: Path | None = None
-    prompt: tuple[str, ...] = ()
-    num_pictures: int | None = None
-    row: tuple[str, ...] = ()
-    num_inference_steps: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance_scale: float | None = None
-    seed: int = 0
-    device: str | None = None
-    dtype: str = "bfloat16"
-    lpips: bool | None = None
-    clip: str | None = None
-    min_psnr: float | None = None
-    save_pictures: Path | None = None
-
-    def __post_init__(self) -> None:
-        _check_least(self, num_pictures=1, num_inference_steps=1, height=1, width=1, seed=0)
-        if self.seed >= 2**63:
-            raise ConfigError(f"expected --seed below 2**63, got {self.seed}")
-        if self.prompts is not None and self.prompt:
-            raise ConfigError("expected --prompts FILE or --prompt TEXT, got both")

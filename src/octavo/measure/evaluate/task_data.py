@@ -11,7 +11,7 @@ makes small questions, and problems of arithmetic.
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from string import ascii_uppercase
 from typing import Any
@@ -21,6 +21,7 @@ from octavo.errors import CheckpointError
 from octavo.measure.evaluate.answering import Message
 from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED
+from octavo.measure.evaluate.sampling import Item
 
 NUM_GENERATED = 24
 RIGHT, WRONG = "Correct Answer", "Incorrect Answer "
@@ -29,20 +30,6 @@ TEXTS, NAMES = ("problem", "question"), ("unique_id", "id", "record_id")
 _TOWNS = ("Aldwick", "Brenna", "Corvale", "Dunmere", "Eskdale", "Farrow", "Glint", "Harrowby")
 _TRADES = ("baker", "smith", "miller", "weaver", "tanner", "potter", "cooper", "mason")
 _NAMES = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Iris", "Jonas")
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A question as it is asked once, in its repetition, and the true answer.
-
-    letters: of the options, if there are some.
-    """
-
-    question: str
-    repetition: int
-    messages: tuple[Message, ...] = field(repr=False)
-    answer: str
-    letters: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,9 +212,6 @@ _LETTER = r"([A-Za-z])(?![A-Za-z0-9'’])"
 # Answer: C, **Answer:** (C), Answer: $\boxed{\text{C}}$
 _CHOICE = re.compile(rf"(?i:\banswer)[*_]*[ \t]*:[ \t*_$(\[{{]*(?:{_COMMAND})*{_LETTER}")
 _BOXED_CHOICE = re.compile(rf"[\s$(*]*(?:{_COMMAND})*[A-Za-z](?![A-Za-z0-9])")
-_MATH = re.compile(
-    r"(?i:\banswer)[*_]*[ \t]*(?:is[ \t]*:?|:)(?P<bold>[*_]*)[ \t]*(?P<answer>[^\n]+)"
-)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
@@ -270,22 +254,6 @@ def read_letter(text: str, letters: str) -> str | None:
         match_boxed = _BOXED_CHOICE.match(boxed)
         found = match_boxed[0][-1].upper() if match_boxed else None
     return found if found is not None and found in letters else None
-
-
-def read_math(text: str) -> str | None:
-    """What the text ends up with: its last box, else what follows its last "answer is" or ":"."""
-    shown = visible(text)
-    if shown is None:
-        return None
-    boxed = last_boxed(shown)
-    if boxed is not None:
-        return boxed
-    matches = list(_MATH.finditer(shown))
-    if not matches:
-        return None
-    # "The answer is 12. I have checked it." ends with its sentence.
-    line = re.split(r"\.(?:\s|$)", matches[-1]["answer"].strip())[0]
-    return line.strip(" *_`") or None
 
 
 def braced(text: str, start: int) -> str | None:

@@ -7,6 +7,7 @@ from functools import partial
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, axes, heat_map
 from octavo.measure.report.sections import Kind, Rows, dots, either_side
+from octavo.measure.report.shift import advised, shift_headline
 from octavo.measure.report.tables import Cell, Table, grouped, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
@@ -21,7 +22,7 @@ _recovery_dots = partial(
     reach=either_side(_RECOVERY_ERROR),
     reference=100.0,
 )
-_PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
+_PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics", "code": "Programming"}
 
 
 _SAME_WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
@@ -57,6 +58,7 @@ MRCR = Kind(
     rows="recipe bucket",
     title="Long conversations (MRCR): {model}, {data}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
+    headline=shift_headline,
     figures=_score_dots(
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
         "are one standard error.",
@@ -105,7 +107,7 @@ _PASS_FIGURES = (
     ),
 )
 PASS_AT_1 = Kind(
-    ops=("choice", "math"),
+    ops=("choice", "code", "math"),
     needs="model data recipe score_percent num_questions repetitions",
     by="op model data subset split num_questions repetitions temperature max_tokens",
     rows="recipe",
@@ -117,6 +119,7 @@ PASS_AT_1 = Kind(
         "by question, so that its standard error is smaller. Unparsed are answers without one "
         "that could be read, cut those that reached the limit of tokens."
     ),
+    headline=shift_headline,
     figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
     columns=f"recipe {_SCORE} {_SCORE_ERROR} repetition_standard_error_percent {_RECOVERY} "
@@ -190,8 +193,9 @@ NEEDLE = Kind(
     rows="recipe length depth",
     title="Needles in a haystack: {model}",
     text=_needle_text,
+    headline=shift_headline,
     figures=needle_figures,
-    tables=lambda rows: [needle_table(rows)],
+    tables=lambda rows: [advised(needle_table(rows), rows)],
 )
 
 

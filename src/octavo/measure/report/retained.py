@@ -24,6 +24,7 @@ QUALITIES: Mapping[str, tuple[grammar.Dialect, str]] = {
     "needle": _TEXT,
     "mrcr": _TEXT,
     "choice": _TEXT,
+    "code": _TEXT,
     "math": _TEXT,
     "chartqa": (grammar.VISION, "octavo bench encoder"),
     "images": (grammar.IMAGES, "octavo bench diffusion"),
