@@ -138,7 +138,7 @@ def test_static_scales_are_those_of_the_file(models, tmp_path):
 
 
 def test_a_backend_that_was_asked_for_is_refused_by_vllm(models):
-    with pytest.raises(ValueError, match="requires either the ROCM_AITER_FA backend"):
+    with pytest.raises(ValueError, match="mm_encoder_attn_dtype='fp8' requires"):
         make_layer(models, 72, mm_encoder_attn_dtype="fp8", mm_encoder_attn_backend="TORCH_SDPA")
 
 

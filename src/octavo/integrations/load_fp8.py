@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from octavo.extras import need
+
 
 def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     """The model of an FP8 checkpoint with its weights and scales as they are, running in FP8.
@@ -15,6 +17,7 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     from_single_file; dtype is the checkpoint's unless given, of diffusers float32. Scales of a KV
     cache wait for `apply_`. Raises CheckpointError for all that is not understood or not there.
     """
+    need("octavo.load_fp8", "transformers")
     if kind.__module__.partition(".")[0] == "diffusers":
         from octavo.integrations.diffusers.load import load_fp8_model
 
