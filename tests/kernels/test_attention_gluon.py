@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -15,24 +16,25 @@ from octavo.kernels.attention.config import (
     is_valid_gluon,
 )
 from octavo.kernels.device import CPU, Device
-from octavo.numerics.accumulator import HOPPER_FP8
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.error import relative_rms
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.reference import attention as reference
 from octavo.reference.qkv import restore_values, transpose_values
-from octavo.reference.softmax import Rounding, kernel_rounding
+from octavo.reference.softmax import kernel_rounding
 from octavo.testing.asserts import assert_same_bits, assert_within_budget
 from octavo.testing.cases import LENGTHS, PACKED, AttentionCase, PackedCase
 from octavo.testing.inputs import make_attention_inputs, make_packed_inputs
 
 pytest.importorskip("triton")
 from octavo.kernels.attention.gluon_sm90 import attention
+from octavo_testkit.kernels import attention_checks as checks
+from octavo_testkit.kernels.attention_checks import rounding_of
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
-HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192, 256)
+HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192, 224, 256)
 CODES = AttentionSpec(exponentials="codes")
 MODES = [
     AttentionSpec(),
@@ -46,41 +48,7 @@ hopper = pytest.mark.skipif(
 )
 
 
-def run(inputs, config=None):
-    packing = inputs.get("packing")
-    return attention(
-        inputs["q"],
-        inputs["k"],
-        transpose_values(inputs["v"], None if packing is None else packing.cu_seqlens_k),
-        inputs["spec"],
-        inputs["scales"],
-        packing=packing,
-        sinks=inputs["sinks"],
-        key_mask=None,
-        out_dtype=torch.float32,
-        value_layout="transposed",
-        config=config,
-    )
-
-
-def rounding_of(spec, config):
-    """Where the kernel rounds, with Hopper's accumulator: what sums of rows are made of."""
-    has_codes = spec.exponentials == "codes"
-    return Rounding(E4M3, HOPPER_FP8, config.has_ones or has_codes, has_codes)
-
-
-def check(inputs, config=None, rounding=None):
-    """Compare with float64; rounding: of the model of the result, which has exact sums if None."""
-    call = reference.attention if "packing" not in inputs else reference.varlen_attention
-    truth, truth_lse = call(**inputs, compute=torch.float64)
-    spec = inputs["spec"]
-    config = config or default_gluon(inputs["q"].shape[-1], spec)
-    model, _ = call(**inputs, rounding=rounding or kernel_rounding(E4M3, spec))
-    _, model_lse = call(**inputs, rounding=rounding_of(spec, config))
-    out, lse = run(inputs, config)
-    assert_within_budget(out, truth=truth, model=model)
-    assert_within_budget(lse, truth=truth_lse, model=model_lse)
-    return out
+run, check = partial(checks.run, attention), partial(checks.check, attention)
 
 
 def dense(granularity=None, **fields):
@@ -270,6 +238,7 @@ CODES_CONFIGS = [
     *((head_dim, GluonConfig(encodes_first=True)) for head_dim in (64, 72, 80, 96, 128)),
     *((head_dim, GluonConfig()) for head_dim in (64, 72, 80, 96, 128)),
     *((head_dim, GluonConfig(block_n=64)) for head_dim in (64, 128, 136, 160, 192, 256)),
+    *((head_dim, GluonConfig(block_n=64, part_width=64)) for head_dim in (136, 256)),
     *(
         (64, GluonConfig(block_n=64, num_consumers=3, encodes_first=first))
         for first in (False, True)
@@ -332,6 +301,7 @@ def test_defaults_are_valid(head_dim):
         ({"num_stages": 1}, 128, CODES),
         ({"block_n": 16}, 128, CODES),
         ({"num_consumers": 4}, 64, CODES),
+        ({"part_width": 128}, 256, CODES),
         ({"num_stages": 8}, 128, CODES),
         ({"block_n": 64, "num_stages": 8}, 256, CODES),
         ({"encodes_first": True}, 128, AttentionSpec()),

@@ -38,7 +38,7 @@ def compiled(head_dim, *used, exponentials="exact", promote_every=1):
     )
     config = default_gluon(head_dim, spec)
     n = config.block_n
-    if head_dim == 256:
+    if head_dim > 192:
         e1, e2 = 256, 0
     has_codes, is_one_level = exponentials == "codes", promote_every is None
     has_ones = config.has_ones or has_codes
@@ -82,6 +82,7 @@ def compiled(head_dim, *used, exponentials="exact", promote_every=1):
             "HAS_ONE_LOOP": config.has_one_loop,
             "IS_PERSISTENT": config.is_persistent,
             "IS_LONGEST_FIRST": spec.causal and config.is_longest_first,
+            "PART_WIDTH": config.part_width,
             "E2_COPIED": e2_copied,
             **{name: None for name, (rows, columns) in tiles.items() if not rows * columns},
         },
@@ -91,13 +92,13 @@ def compiled(head_dim, *used, exponentials="exact", promote_every=1):
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 136, 192])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 136, 192, 256])
 def test_products_and_registers(head_dim):
     kernel = compiled(head_dim)
     assert ".f32.e4m3.e4m3" in kernel.ptx
     assert "QGMMA" in kernel.opcodes and "UTMALDG" in kernel.opcodes
-    # The sums of 192 columns, twice, leave few registers for what the loop carries.
-    assert kernel.stack_bytes == (16 if head_dim == 192 else 0)
+    # The sums of 192 columns and more leave few registers for what the loop carries.
+    assert kernel.stack_bytes <= {192: 24, 256: 48}.get(head_dim, 0)
     assert kernel.shared_bytes <= 227 * 1024
     # The operand P needs none: row maxima take 2 steps of 2 rows, twice for each of 2 consumers.
     assert kernel.opcodes["SHFL"] <= 24
@@ -126,7 +127,7 @@ def test_codes_wait_for_nothing(head_dim):
     """No product is made to wait for the one before, and few registers are spilled."""
     kernel = compiled(head_dim, exponentials="codes")
     assert "serialized" not in kernel.warnings
-    assert kernel.stack_bytes <= {128: 32, 192: 48, 256: 128}.get(head_dim, 0)
+    assert kernel.stack_bytes <= {192: 64, 256: 128}.get(head_dim, 0)
     assert kernel.opcodes["SHFL"] <= 40
 
 

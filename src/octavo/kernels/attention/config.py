@@ -46,7 +46,8 @@ class GluonConfig:
     of P, too. has_one_loop: tiles that hide keys are not apart, which saves registers.
     encodes_first: P of a tile is made by codes before the next logits begin. is_persistent: a
     program for each SM does one tile of queries after the other. is_longest_first: of a causal call
-    the longest tiles of all heads come first.
+    the longest tiles of all heads come first. part_width: columns of P·V at a time where those of a
+    tile have no registers, which is two-level accumulation of head_dims above 128.
     """
 
     block_n: int = 128
@@ -57,6 +58,7 @@ class GluonConfig:
     encodes_first: bool = False
     is_persistent: bool = False
     is_longest_first: bool = False
+    part_width: int = 32
 
 
 def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
@@ -71,16 +73,22 @@ def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
         return GluonConfig(has_ones=True, is_persistent=is_plain, encodes_first=has_codes)
     if head_dim <= 128:
         has_ones = head_dim < 128
-        return GluonConfig(has_ones=has_ones, has_one_loop=has_ones, encodes_first=has_codes)
+        # Codes that come first spill at 128.
+        is_first = has_codes and has_ones
+        return GluonConfig(has_ones=has_ones, has_one_loop=has_ones, encodes_first=is_first)
     return GluonConfig(block_n=64)
 
 
 def is_valid_gluon(config: GluonConfig, head_dim: int, spec: AttentionSpec) -> bool:
     """Whether a launch of Hopper's kernel with these settings is possible, and right."""
-    sizes = (config.block_n, config.num_stages)
+    sizes = (config.block_n, config.num_stages, config.part_width)
     if any(size & (size - 1) for size in sizes) or config.num_consumers not in (2, 3):
         return False
-    if not 32 <= config.block_n <= 256 or config.num_stages < 2:
+    if (
+        not 32 <= config.block_n <= 256
+        or config.num_stages < 2
+        or config.part_width not in (32, 64)
+    ):
         return False
     # Part by part, P is read until after the next logits would have begun.
     is_by_parts = head_dim > 128 and spec.promote_every is not None

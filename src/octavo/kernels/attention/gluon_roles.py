@@ -2,23 +2,20 @@
 
 A warpgroup has 64 queries. The tensor core works on P·V of one tile while the row maxima of the
 next are found, and on q·kᵀ of the one after while its P is made; or P is made before that begins,
-which needs fewer registers. The sums of a tile start from zero and are added up in float32:
+while P·V is still under way. The sums of a tile start from zero and are added up in float32:
 two-level accumulation, which costs no more than the rescaling it replaces.
 """
 
 from octavo.internals import internals, require
+from octavo.kernels.attention.gluon_results import scale_logits, shrunk, store_results
 from octavo.kernels.attention.gluon_schedule import job_after, make_job, num_hiding_tiles
 from octavo.kernels.attention.gluon_softmax import (
-    LOG2_E,
-    WEIGHT_BITS,
-    Logits,
     add_ones,
     as_operand,
     begin_rows,
     begin_sums,
     cap_logits,
     encode,
-    exp2,
     exponents,
     hide_keys,
     refer,
@@ -41,7 +38,6 @@ with internals("triton"):
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from triton.language.core import _aggregate as aggregate
 
 require(
     "triton.experimental.gluon",
@@ -49,39 +45,11 @@ require(
     "triton.experimental.gluon.language.nvidia.hopper.mbarrier",
 )
 
-LN_2 = gl.constexpr(0.6931471805599453)
 # Barrier 8 + W lets warpgroup W have its turn; the first ones are the compiler's own.
 TAKE_FIRST, TAKE_SECOND = (gl.constexpr(f"bar.sync {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1))
 PASS_FIRST, PASS_SECOND = (
     gl.constexpr(f"bar.arrive {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1)
 )
-
-
-@aggregate
-class Results:
-    """Where results go, and the scales that make numbers of codes."""
-
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    sink_ptr: gl.tensor
-    q_scale_ptr: gl.tensor
-    k_scale_ptr: gl.tensor
-    v_scale_ptr: gl.tensor
-    q_scale_stride: gl.tensor
-    k_scale_stride: gl.tensor
-    v_scale_stride: gl.tensor
-    softmax_scale: gl.tensor
-    softcap: gl.tensor
-    num_heads: gl.tensor
-    num_tokens: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, ptrs, scale_ptrs, scale_strides, softmax, sizes):
-        self.out_ptr, self.lse_ptr, self.sink_ptr = ptrs
-        self.q_scale_ptr, self.k_scale_ptr, self.v_scale_ptr = scale_ptrs
-        self.q_scale_stride, self.k_scale_stride, self.v_scale_stride = scale_strides
-        self.softmax_scale, self.softcap = softmax
-        self.num_heads, self.num_tokens = sizes
 
 
 @gluon.jit
@@ -152,7 +120,7 @@ def consume(tiles, shared, work, results, W: gl.constexpr):
 @gluon.jit
 def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
     """64 queries: logits, P, weighted values, tile after tile."""
-    logits = _scale_logits(job, results, tiles)
+    logits = scale_logits(job, results, tiles)
     num_tiles = job.num_tiles
     row = job.first_row + W * ROWS
     rows = begin_rows(tiles)
@@ -202,7 +170,7 @@ def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
             _pass_turn(num_tiles, tiles, W)
         accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
         mbarrier.arrive(shared.empty.index(stage), count=1)
-    _store_results(accs, sums, rows, logits.factor, job, row, results, tiles)
+    store_results(accs, sums, rows, logits.factor, job, row, results, tiles)
 
 
 @gluon.jit
@@ -306,10 +274,10 @@ def _begin_values(p, accs, shrink, shared, stage, tiles):
     if tiles.IS_ONE_LEVEL:
         for i in gl.static_range(tiles.NUM_PARTS):
             v = _values(shared, stage, i, tiles)
-            begun = begun + (_add_product(p, v, _shrunk(accs[i], shrink)),)
+            begun = begun + (_add_product(p, v, shrunk(accs[i], shrink)),)
         if tiles.E2 > 0:
             v = _values(shared, stage, tiles.NUM_PARTS, tiles)
-            begun = begun + (_add_product(p, v, _shrunk(accs[tiles.NUM_PARTS], shrink)),)
+            begun = begun + (_add_product(p, v, shrunk(accs[tiles.NUM_PARTS], shrink)),)
     else:
         begun = (_multiply_values(p, shared, stage, 0, tiles),)
         if tiles.E2 > 0 and not tiles.IS_BY_PARTS:
@@ -334,15 +302,15 @@ def _end_values(begun, p, words, accs, sums, shrink, shared, stage, tiles, NUM_B
         part = arrived[0]
         for i in gl.static_range(LAST):
             following = _multiply_values(p, shared, stage, i + 1, tiles)
-            added = added + (_shrunk(accs[i], shrink) + part,)
+            added = added + (shrunk(accs[i], shrink) + part,)
             part = warpgroup_mma_wait(0, deps=(following,))
-        added = added + (_shrunk(accs[LAST], shrink) + part,)
+        added = added + (shrunk(accs[LAST], shrink) + part,)
     else:
         for i in gl.static_range(LAST + 1):
             if tiles.IS_ONE_LEVEL:
                 added = added + (arrived[i],)
             else:
-                added = added + (_shrunk(accs[i], shrink) + arrived[i],)
+                added = added + (shrunk(accs[i], shrink) + arrived[i],)
     if tiles.E2 == 0:
         added = added + (accs[tiles.NUM_PARTS],)
     return added, sums
@@ -368,12 +336,6 @@ def _values(shared, stage, PART: gl.constexpr, tiles):
 
 
 @gluon.jit
-def _shrunk(sums, shrink):
-    """Sums relative to the new reference of each row."""
-    return sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
-
-
-@gluon.jit
 def _product(p, v, layout: gl.constexpr):
     """P times the transpose of v, from zero, still under way."""
     WIDTH: gl.constexpr = v.shape[0]
@@ -387,69 +349,3 @@ def _add_product(p, v, sums):
     """P times the transpose of v, added to sums by the tensor core, still under way."""
     p = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 4))
     return warpgroup_mma(p, v.permute((1, 0)), sums, use_acc=True, is_async=True)
-
-
-@gluon.jit
-def _scale_logits(job, results, tiles):
-    """What products of codes are multiplied by, and what a cap needs."""
-    logit_scale = results.softmax_scale * LOG2_E
-    logit_scale *= gl.load(results.q_scale_ptr + job.head * results.q_scale_stride)
-    logit_scale *= gl.load(results.k_scale_ptr + job.kv_head * results.k_scale_stride)
-    factor = logit_scale
-    if tiles.HAS_SOFTCAP:
-        factor = logit_scale * 0.0 + 1.0
-    softcap = results.softcap
-    return Logits(factor, 2.0 * logit_scale / softcap, softcap * LOG2_E)
-
-
-@gluon.jit
-def _store_results(accs, sums, rows, factor, job, row, results, tiles):
-    """The epilogue: running sums become rows of the result, and logarithms of their sums."""
-    PARTS: gl.constexpr = tiles.NUM_PARTS
-    row_layout: gl.constexpr = gl.SliceLayout(1, tiles.s_layout)
-    if tiles.HAS_OWN_ONES:
-        row_sum = gl.convert_layout(gl.max(sums, 1), row_layout)
-    elif tiles.HAS_ONES:
-        column = gl.arange(0, tiles.E2, gl.SliceLayout(0, tiles.o2_layout))[None, :]
-        # A sum of one value, which keeps NaN; a maximum would not.
-        row_sum = gl.sum(gl.where(column == tiles.E2_COPIED, accs[PARTS], 0.0), 1)
-        row_sum = gl.convert_layout(row_sum, row_layout)
-    else:
-        row_sum = gl.convert_layout(gl.sum(sums, 1), row_layout)
-    reference = rows.reference * factor
-    top = reference
-    if tiles.HAS_SINKS:
-        sink = gl.load(results.sink_ptr + job.head).to(gl.float32) * LOG2_E
-        top = gl.maximum(reference, sink)
-    top = gl.where(top == float("-inf"), 0.0, top)
-    shrink = exp2(reference - top)
-    denominator = row_sum * shrink
-    if tiles.HAS_SINKS:
-        denominator += exp2(sink - top + WEIGHT_BITS)
-    v_scale = gl.load(results.v_scale_ptr + job.kv_head * results.v_scale_stride)
-    share = gl.where(denominator == 0.0, 0.0, shrink / denominator) * v_scale
-    index = gl.arange(0, ROWS, row_layout)
-    token = job.batch.to(gl.int64) * results.num_tokens + job.q_token + row - job.first_row + index
-    place = token * results.num_heads + job.head
-    num_rows = job.q_len - row
-    for i in gl.static_range(PARTS):
-        out = _shrunk(accs[i], share)
-        _store(results.out_ptr, out, place, num_rows, i * tiles.WIDTH, tiles.HEAD_DIM)
-    if tiles.E2 > 0:
-        out = _shrunk(accs[PARTS], share)
-        _store(results.out_ptr, out, place, num_rows, tiles.E1, tiles.HEAD_DIM)
-    lse = (gl.log2(denominator) - WEIGHT_BITS + top) * LN_2
-    gl.store(results.lse_ptr + place, lse, mask=index < num_rows)
-
-
-@gluon.jit
-def _store(out_ptr, out, rows, num_rows, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """A warpgroup's results [64, width] from dimension FIRST on; rows: their places in memory."""
-    layout: gl.constexpr = out.type.layout
-    width: gl.constexpr = out.shape[1]
-    row = gl.convert_layout(rows, gl.SliceLayout(1, layout))
-    dim = FIRST + gl.arange(0, width, gl.SliceLayout(0, layout))
-    index = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    mask = (index < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    place = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
-    gl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)

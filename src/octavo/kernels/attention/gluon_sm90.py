@@ -1,7 +1,8 @@
 """FP8 attention on Hopper: a warp copies tiles of keys and values, warpgroups attend to them.
 
 gluon_tiles has the tiles and their copies, gluon_schedule the order of the work, gluon_softmax what
-makes P of logits, and gluon_roles what each warp does; here is the launch.
+makes P of logits, gluon_results what becomes of sums, and gluon_roles what each warp does; here is
+the launch.
 """
 
 from functools import cache, lru_cache
@@ -17,7 +18,8 @@ from octavo.kernels.attention.config import (
     is_valid_gluon,
     split_head_dim,
 )
-from octavo.kernels.attention.gluon_roles import Results, consume, produce
+from octavo.kernels.attention.gluon_results import Results
+from octavo.kernels.attention.gluon_roles import consume, produce
 from octavo.kernels.attention.gluon_schedule import Work, zero_padding
 from octavo.kernels.attention.gluon_tiles import (
     ROWS,
@@ -109,10 +111,11 @@ def _attention_kernel(
     ENCODES_FIRST: gl.constexpr,
     IS_PERSISTENT: gl.constexpr,
     IS_LONGEST_FIRST: gl.constexpr,
+    PART_WIDTH: gl.constexpr,
 ):
     """One tile of queries, or one after the other where IS_PERSISTENT."""
     tiles = Tiles(
-        (BLOCK_N, NUM_STAGES, NUM_CONSUMERS, HEAD_DIM),
+        (BLOCK_N, NUM_STAGES, NUM_CONSUMERS, HEAD_DIM, PART_WIDTH),
         (D1, D2, E1, E2, E2_COPIED),
         (IS_PACKED, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_CODES, IS_ONE_LEVEL),
         (HAS_ONES, HAS_ONE_LOOP, ENCODES_FIRST, IS_PERSISTENT, IS_LONGEST_FIRST),
@@ -276,7 +279,7 @@ def _arguments(
     if num_tokens * num_heads * head_dim * num_sequences == 0:
         num_jobs = 0
     (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
-    if head_dim == 256:
+    if head_dim > 192:  # in parts: a rest of 128 columns has no registers beside their sums
         e1, e2 = 256, 0
     # Where the rest's tile has rows to spare, they are the ones that add up P.
     has_codes, is_one_level = spec.exponentials == "codes", spec.promote_every is None
@@ -319,6 +322,7 @@ def _arguments(
         "ENCODES_FIRST": config.encodes_first,
         "IS_PERSISTENT": config.is_persistent,
         "IS_LONGEST_FIRST": spec.causal and config.is_longest_first,
+        "PART_WIDTH": config.part_width,
         "num_warps": 4,
         "maxnreg": MAX_REGISTERS[config.num_consumers],
     }

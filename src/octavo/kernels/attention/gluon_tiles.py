@@ -63,7 +63,9 @@ class Tiles:
 
     @gluon.constexpr_function
     def __init__(self, sizes, parts, uses, how):
-        self.BLOCK_N, self.NUM_STAGES, self.NUM_CONSUMERS, self.HEAD_DIM = map(gl.constexpr, sizes)
+        part_width = sizes[4]
+        self.BLOCK_N, self.NUM_STAGES = map(gl.constexpr, sizes[:2])
+        self.NUM_CONSUMERS, self.HEAD_DIM = map(gl.constexpr, sizes[2:4])
         self.D1, self.D2, self.E1, self.E2, self.E2_COPIED = map(gl.constexpr, parts)
         self.IS_PACKED, self.IS_CAUSAL, self.HAS_WINDOW = map(gl.constexpr, uses[:3])
         self.HAS_SOFTCAP, self.HAS_SINKS, self.HAS_CODES = map(gl.constexpr, uses[3:6])
@@ -82,7 +84,7 @@ class Tiles:
         self.IS_LONGEST_FIRST = gl.constexpr(is_longest_first)
         # More than 128 columns twice, as sums of a tile and of all, are too many for registers.
         self.IS_BY_PARTS = gl.constexpr(sizes[3] > 128 and not uses[6])
-        width = 64 if self.IS_BY_PARTS.value else min(e1, 128)
+        width = part_width if self.IS_BY_PARTS.value else min(e1, 128)
         self.WIDTH, self.NUM_PARTS = gl.constexpr(width), gl.constexpr(e1 // width)
         self.s_layout = gl.constexpr(_sum_layout(sizes[0]))
         self.o_layout = gl.constexpr(_sum_layout(width))
