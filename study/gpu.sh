@@ -1,12 +1,59 @@
-# bash study/gpu.sh smoke|study1|study2|study3|areas NAME… ; on the GPU machine, from the repository's root, ≤ 600 s each
-export PYTHONPATH=src:.carry/site PYTHONUNBUFFERED=1
-T=tests/kernels/test_attention_gluon.py
-case $1 in
-smoke)  # a hang costs the call: each has its own limit
-  for k in "test_head_dims and 128 and codes and not promote" "test_other_settings and 64" "test_a_sink or test_nan" "test_head_dims" "test_specs" "test_other_settings"; do
-    timeout 150 python3 -m pytest -q -p no:cacheprovider -n 14 -m gpu -x --maxfail=12 $T -k "$k" 2>&1 | grep -v "^\.\|^$" | tail -25 | cut -c1-220; echo "== $k: $?"; done ;;
-study1) timeout 560 python3 study/attention_study.py d128 d64 d72 d96 c128 --modes codes,exact -j 14 --budget 540 -o $OUT/study.jsonl ;;
-study2) timeout 560 python3 study/attention_study.py d192 d256 c192 c256 short s64 b2 mid c64 --modes codes --budget 540 -j 14 -o $OUT/study.jsonl ;;
-study3) timeout 560 python3 study/attention_study.py d128 d64 d192 d256 c128 --modes codes1 --budget 540 -j 14 -o $OUT/study.jsonl ;;
-areas) shift; (while true; do cp results/gpu_tests_h200.jsonl $OUT/; sleep 3; done) & for n in "$@"; do python3 scripts/test_on_gpu.py $n; done; cp results/gpu_tests_h200.jsonl $OUT/ ;;
+#!/usr/bin/env bash
+# bash study/gpu.sh STAGE [ARGUMENT …], on the GPU machine from the repository's root, once
+# study/prepare.sh has filled .carry here. Each stage ends within 570 s. What it writes lies in $OUT;
+# put $OUT/triton_cache.tgz and $OUT/timing.jsonl into .carry for the next call.
+#   first             compile, check in small calls, time the defaults beside the old kernel
+#   check [GROUP …]   groups of study/smoke.py, each in a process of its own
+#   time ARGUMENT …   study/timing.py with these arguments
+#   tests [EXPRESSION …]   tests/kernels/test_attention_gluon.py, one pytest for each -k expression
+set -u
+OUT=${OUT:?a folder for results}
+export PYTHONPATH=src:tests:study:.carry:.carry/site PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/octavo_triton
+started=$SECONDS
+mkdir -p "$TRITON_CACHE_DIR" "$OUT"
+[ -f .carry/triton_cache.tgz ] && tar xzf .carry/triton_cache.tgz -C "$TRITON_CACHE_DIR"
+[ -f .carry/timing.jsonl ] && [ ! -f "$OUT/timing.jsonl" ] && cp .carry/timing.jsonl "$OUT/"
+
+left() { echo $((560 - (SECONDS - started) < ${1:-560} ? 560 - (SECONDS - started) : ${1:-560})); }
+groups="codes wide exact causal persistent one-level packed masks three stages"
+
+check() {  # a hang ends its own group within 30 s
+  for group in "$@"; do
+    [ "$(left)" -gt 10 ] || return
+    timeout -k 5 "$(left 75)" python3 study/smoke.py "$group" || echo "== $group: status $?"
+  done
+}
+time_them() {  # after a hang, go on with the next variant
+  for _ in 1 2 3 4 5; do
+    [ "$(left)" -gt 20 ] || return
+    timeout -k 5 "$(left)" python3 study/timing.py -o "$OUT/timing.jsonl" --budget "$(($(left) - 15))" "$@"
+    [ $? = 3 ] || return
+  done
+}
+pack() {
+  (cd "$TRITON_CACHE_DIR" && find . -name '*.cubin' -o -name '*.json' -o -name '*.so' | tar czf "$OUT/triton_cache.tgz" -T -)
+  echo "$((SECONDS - started)) s in all"
+}
+
+stage=$1; shift
+case $stage in
+first)
+  nvidia-smi --query-gpu=name,clocks.sm,power.draw --format=csv,noheader
+  timeout -k 5 200 python3 study/smoke.py compile
+  check codes wide exact causal persistent 2>&1 | tee "$OUT/check.txt"
+  time_them --modes codes,exact,old,bf16 2>&1 | tee "$OUT/timing.txt"
+  check one-level packed masks three stages 2>&1 | tee -a "$OUT/check.txt"
+  time_them d128 d64 d72 d96 d256 --all --only n --modes codes 2>&1 | tee -a "$OUT/timing.txt" ;;
+check) check ${*:-$groups} 2>&1 | tee "$OUT/check.txt" ;;
+time) time_them "$@" 2>&1 | tee "$OUT/timing.txt" ;;
+tests)
+  [ $# -gt 0 ] || set -- test_head_dims test_lengths "test_specs" "test_packed or test_nan or test_one_nan" test_a_sink test_other_settings
+  for expression in "$@"; do
+    [ "$(left)" -gt 20 ] || break
+    timeout -k 5 "$(left 150)" python3 -m pytest -q -p no:cacheprovider -m gpu -n 8 --maxfail=8 \
+      tests/kernels/test_attention_gluon.py -k "$expression" 2>&1 | tail -25 | cut -c1-220
+    echo "== $expression: ${PIPESTATUS[0]}"
+  done 2>&1 | tee "$OUT/tests.txt" ;;
+*) echo "no stage $stage" >&2; exit 2 ;;
 esac
+pack
