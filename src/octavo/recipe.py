@@ -318,7 +318,7 @@ class Recipe(ComponentRecipe):
 
     @model_validator(mode="after")
     def _check_exponentials(self) -> Self:
-        parts = [self, *filter(None, self.components.values())]
+        parts: list[ComponentRecipe] = [self, *filter(None, self.components.values())]
         if self.exponentials is not None and not any(part.has_fp8_attention for part in parts):
             raise ConfigError(
                 f"exponentials {self.exponentials!r} is for attention in e4m3, got none; set "
