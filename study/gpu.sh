@@ -9,6 +9,7 @@
 set -u
 OUT=${OUT:?a folder for results}
 export PYTHONPATH=src:tests:study:.carry:.carry/site PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/octavo_triton
+python3 -c "import pytest, xdist" 2> /dev/null || PYTHONPATH+=:.carry/pytest
 started=$SECONDS
 mkdir -p "$TRITON_CACHE_DIR" "$OUT"
 [ -f .carry/triton_cache.tgz ] && tar xzf .carry/triton_cache.tgz -C "$TRITON_CACHE_DIR"
@@ -17,7 +18,7 @@ mkdir -p "$TRITON_CACHE_DIR" "$OUT"
 left() { echo $((560 - (SECONDS - started) < ${1:-560} ? 560 - (SECONDS - started) : ${1:-560})); }
 groups="codes wide exact causal persistent one-level packed masks three stages"
 
-check() {  # a hang ends its own group within 30 s
+check() {  # a hang ends its own group within 45 s
   for group in "$@"; do
     [ "$(left)" -gt 10 ] || return
     timeout -k 5 "$(left 75)" python3 study/smoke.py "$group" || echo "== $group: status $?"

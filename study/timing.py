@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from variants import CASES, FIRST, MODES, spec_of, variants
 
 NUM_CHECKED = 128  # rows at the end, of the first head and the last
-HANG_S = 15
+HANG_S = 40
 
 
 def names_of(case, mode, has_all):
