@@ -131,6 +131,10 @@ def test_codes_wait_for_nothing(head_dim):
     assert kernel.opcodes["SHFL"] <= 40
 
 
+def test_codes_of_capped_logits():
+    assert compiled(128, "HAS_SOFTCAP", exponentials="codes").stack_bytes <= 32
+
+
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_one_level_spills_nothing(head_dim):
     kernel = compiled(head_dim, exponentials="codes", promote_every=None)

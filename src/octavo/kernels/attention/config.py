@@ -73,8 +73,8 @@ def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
         return GluonConfig(has_ones=True, is_persistent=is_plain, encodes_first=has_codes)
     if head_dim <= 128:
         has_ones = head_dim < 128
-        # Codes that come first spill at 128.
-        is_first = has_codes and has_ones
+        # At 128, codes that come first spill a little, but with a cap those that do not spill most.
+        is_first = has_codes and (has_ones or spec.softcap is not None)
         return GluonConfig(has_ones=has_ones, has_one_loop=has_ones, encodes_first=is_first)
     return GluonConfig(block_n=64)
 
