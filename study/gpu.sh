@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash study/gpu.sh STAGE [ARGUMENT …], on the GPU machine from the repository's root, once
+# bash study/gpu.sh STAGE [ARGUMENT …], on a machine with a GPU from the repository's root, once
 # study/prepare.sh has filled .carry here. Each stage ends within 570 s. What it writes lies in $OUT;
 # put $OUT/triton_cache.tgz and $OUT/timing.jsonl into .carry for the next call.
 #   first             compile, check in small calls, time the defaults beside the old kernel

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash study/prepare.sh [GET_SITE]: fill .carry, which travels to the GPU machine, before the first
+# bash study/prepare.sh [GET_SITE]: fill .carry, what the kernel's machine lacks, before the first
 # call there. GET_SITE: a script that unpacks pydantic and typer into the folder it is given. The
 # attention kernel as it was before this branch goes to .carry/old_attention, to be timed beside;
 # pytest is there in case the machine has none.
@@ -16,4 +16,4 @@ done
 [ $# = 0 ] || [ -d .carry/site ] || bash "$1" .carry/site
 rm -rf .carry/pytest/pygments  # .carry/site has it
 find .carry -name __pycache__ -exec rm -rf {} +
-du -sh .carry/* # with the working tree at most 64 MiB may travel
+du -sh .carry/*
