@@ -80,6 +80,7 @@ def test_torchs_warning_about_determinism_is_not_an_error(pytester):
     assert pytester.runpytest_inprocess("-p", "no:cacheprovider").ret == 0
 
 
+@pytest.mark.slow  # each starts a pytest of its own
 @pytest.mark.parametrize(("mark", "num_errors"), [("default", 0), ("ignore", 0), ("error", 1)])
 def test_what_a_tolerant_test_leaves_open_fails_no_other(pytester, mark, num_errors):
     pytester.makeconftest(CONFTEST)

@@ -58,8 +58,8 @@ LISTED = OWNERS | {
 # Private attributes of objects, by their last name.
 MEMBERS = {name.rpartition(".")[2] for name in LISTED if is_private(name.rpartition(".")[2])}
 # Not of the four libraries: accelerate's hook on a module; the scales of vLLM's attention layers,
-# which make test-vllm checks.
-MEMBERS_OF_OTHERS = {"_hf_hook", "_k_scale", "_v_scale"}
+# which make test-vllm checks; and Python's own os._exit.
+MEMBERS_OF_OTHERS = {"_hf_hook", "_k_scale", "_v_scale", "_exit"}
 
 
 @cache

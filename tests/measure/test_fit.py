@@ -237,6 +237,7 @@ def test_a_planted_curve_is_faster_where_it_says(planted, others):
 
 
 # Shrinking a failure would draw for minutes, and explain nothing.
+@pytest.mark.slow
 @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
 @hypothesis.given(st.floats(5000, 40000), st.integers(0, 2**32))
 def test_a_planted_crossing_is_in_its_interval_as_often_as_it_says(crossing, seed):

@@ -325,9 +325,9 @@ def test_a_vision_tower_in_fp8_raises(tmp_path):
         open_tower(tmp_path, torch.device("cpu"))
 
 
-def test_one_file_alone_loads_weights():
+def test_few_files_load_weights():
     """Whoever else calls from_pretrained asks for a config, a tokenizer or a processor."""
-    loaders = {"load.py", "gguf_file.py"}
+    loaders = {"load.py", "gguf_file.py", "text_encoder.py"}
     root = Path(octavo.__file__).parent
     others = (
         "Config",

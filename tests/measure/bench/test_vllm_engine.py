@@ -60,6 +60,7 @@ def test_latency_beside_ours(subject, tmp_path):
     assert [row[0] for row in section.tables[0].rows] == ["auto", "vllm"]
 
 
+@pytest.mark.slow
 def test_throughput_beside_ours(subject, tmp_path):
     case = ThroughputCase(num_prompts=3, input_len=6, output_len=4, max_concurrency=2)
     vllm, seen = Installation.find(write_fake_vllm(tmp_path)), []
@@ -75,9 +76,9 @@ def test_throughput_beside_ours(subject, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("dies", "ended with 3:\nthe fake is dying"),
+        pytest.param("dies", "ended with 3:\nthe fake is dying", marks=pytest.mark.slow),
         ("refuses", "ValueError: no such model"),
-        ("is wrong", "vllm is wrong"),
+        pytest.param("is wrong", "vllm is wrong", marks=pytest.mark.slow),
     ],
 )
 def test_vllm_that_fails_has_no_records_and_ours_stay(subject, tmp_path, fault, said):
@@ -102,6 +103,7 @@ def test_the_plug_in_runs_every_kind_of_row_too():
     assert [str(row.linear.weight) for row in twins[1::2]] == ["tensor", "channel"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_plug_in_have_it(subject, tmp_path):
     """Other rows have none, or their records would name it."""
     vllm = replace(Installation.find(write_fake_vllm(tmp_path)), has_plug_in=True)
@@ -131,6 +133,7 @@ def test_an_environment_of_vllm_gets_this_octavo_and_no_other_package(tmp_path):
     assert done.stdout.split() == [str(tmp_path / "octavo/__init__.py"), entry], done.stderr
 
 
+@pytest.mark.slow
 def test_fp8_rows_are_asked_of_vllm(subject, tmp_path, monkeypatch):
     asked = []
     start = vllm_engine.VllmEngine.start

@@ -139,7 +139,7 @@ def load_fp8_model(kind: Any, name: str, **options: Any) -> nn.Module:
             return _load_folder(kind, part, settings, **options)
         if not part.is_dir():
             raise ConfigError(f"expected a folder or a file with FP8 weights, got none at {part}")
-        model: nn.Module = kind.from_pretrained(part, **options)
+        model: nn.Module = kind.from_pretrained(part, trust_remote_code=False, **options)
         if getattr(model, "hf_quantizer", None) is None:
             raise CheckpointError(f"{part}: expected weights in FP8, got plain ones")
         return model
@@ -151,7 +151,7 @@ def _load_folder(kind: Any, folder: Path, settings: LinearSettings, **options: A
         config = OctavoDiffusersConfig(settings)
         config.is_stored = True
         options["quantization_config"] = config
-    model: nn.Module = kind.from_pretrained(folder, **options)
+    model: nn.Module = kind.from_pretrained(folder, trust_remote_code=False, **options)
     return model
 
 
@@ -159,11 +159,12 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
     register_fp8()  # text encoders are transformers' own
     try:
         with loading(name, "a pipeline of diffusers"):
-            options = {"dtype": dtype, "trust_remote_code": False}
             if not Path(name).is_dir():
                 name = DiffusionPipeline.download(name, trust_remote_code=False)
             parts = _load_fp8_parts(Path(name), dtype)
-            pipe = DiffusionPipeline.from_pretrained(name, **options, **parts)
+            pipe = DiffusionPipeline.from_pretrained(
+                name, dtype=dtype, trust_remote_code=False, **parts
+            )
     # A class that diffusers does not have is an AttributeError.
     except (AttributeError, RuntimeError) as error:
         raise CheckpointError(

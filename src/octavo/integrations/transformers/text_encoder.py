@@ -17,7 +17,9 @@ def load_text_encoder(
     """The model of a class of transformers from a folder with FP8 weights, running in FP8."""
     made = getattr(transformers, kind)
     config = config_with(made, str(folder), OctavoConfig(settings).to_dict())
-    model, info = made.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    model, info = made.from_pretrained(
+        folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+    )
     check_taken(info)
     loaded: nn.Module = model
     return loaded
