@@ -1,7 +1,5 @@
 """The evaluation: rows of one reader beside each other, and scales from other charts."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -25,6 +23,8 @@ from octavo.measure.rows import Row
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+from PIL import Image
+
 from octavo.demo.chart_drawing import generated_questions
 from octavo.demo.chart_reader import make_chart_reader, save_chart_reader
 
@@ -58,7 +58,8 @@ def scripted_rows(monkeypatch, num_wrong, right=str):
     reader = Scripted(num_wrong)
     monkeypatch.setattr(language, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
     monkeypatch.setattr(language, "restore_", lambda model: setattr(reader, "is_fp8", False))
-    questions = [ChartQuestion(None, str(i), (right(i),)) for i in range(400)]
+    image = Image.new("RGB", (1, 1))
+    questions = [ChartQuestion(image, str(i), (right(i),)) for i in range(400)]
     rows = [Row.of("bf16", None), Row.of("fp8", Recipe(vision_attention="fp8"))]
     steps = []
     records = evaluate(
@@ -145,7 +146,7 @@ def calibrate_on(reader, questions):
 
 
 def test_the_model_is_restored_after_an_error(reader):
-    broken = [ChartQuestion(SimpleNamespace(size=(0, 0)), "How many bars are there?", ("3",))]
+    broken = [ChartQuestion(Image.new("RGB", (0, 0)), "How many bars are there?", ("3",))]
     with pytest.raises(ConfigError, match="0 × 0"):
         evaluate(reader, broken, chart_rows(["dynamic"], None), data="d", command="c")
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
