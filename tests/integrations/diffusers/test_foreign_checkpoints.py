@@ -201,8 +201,25 @@ def test_what_is_not_understood_raises(folder_of, tmp_path):
         load_pipeline(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "modelopt", "quant_type": "FP8"}, "modelopt"),
+    ],
+)
+def test_what_the_libraries_quantize_themselves_is_left_to_them(said, method, folder_of, tmp_path):
+    """They say what their own package lacks, or load the model by it."""
+    folder = shutil.copytree(folder_of("flux"), tmp_path / "pipeline")
+    path = folder / "transformer" / "config.json"
+    config = {**json.loads(path.read_text()), "quantization_config": said}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"a pipeline of diffusers, got .*{method}"):
+        load_pipeline(folder, device="cpu")
+
+
 def test_a_plain_model_is_not_fp8(folder_of):
-    with pytest.raises(CheckpointError, match="expected weights in FP8, got plain ones"):
+    with pytest.raises(CheckpointError, match="expected weights in FP8, got others"):
         load_fp8(FluxTransformer2DModel, folder_of("flux") / "transformer")
     with pytest.raises(ConfigError, match="expected a folder or a file"):
         load_fp8(FluxTransformer2DModel, "no/such/place")

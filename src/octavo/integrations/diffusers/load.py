@@ -22,7 +22,11 @@ from octavo.integrations.checkpoints.tensor_files import (
     read_headers,
     read_json,
 )
-from octavo.integrations.diffusers.quantizer import QUANT_METHOD, OctavoDiffusersConfig
+from octavo.integrations.diffusers.quantizer import (
+    FOREIGN_METHODS,
+    OctavoDiffusersConfig,
+    OctavoDiffusersQuantizer,
+)
 from octavo.integrations.diffusers.single_file import load_single_file
 from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 from octavo.integrations.transformers.load import (
@@ -111,10 +115,15 @@ def _load_fp8_part(
 
 
 def _stored_settings(part: Path) -> LinearSettings | None:
-    """How a component's FP8 weights are quantized; None if they are plain, or octavo's own."""
+    """How a component's FP8 weights are quantized, if octavo has to say it.
+
+    None for plain weights, for octavo's own format, and for what the libraries quantize themselves.
+    """
     config, hf_quant_config = (read_json(part / n) for n in (CONFIG_NAME, HF_QUANT_CONFIG_NAME))
     said = find_quantization_config(config or {})
-    if said is not None and said.get("quant_method") == QUANT_METHOD:
+    method = str((said or {}).get("quant_method") or "").lower().replace("_", "-")
+    is_others = bool(method) and not method.startswith(FOREIGN_METHODS)
+    if hf_quant_config is None and said is not None and (is_others or "quant_type" in said):
         return None
     files = sorted(part.glob("*.safetensors"))
     if said is not None or hf_quant_config is not None:
@@ -140,8 +149,8 @@ def load_fp8_model(kind: Any, name: str, **options: Any) -> nn.Module:
         if not part.is_dir():
             raise ConfigError(f"expected a folder or a file with FP8 weights, got none at {part}")
         model: nn.Module = kind.from_pretrained(part, trust_remote_code=False, **options)
-        if getattr(model, "hf_quantizer", None) is None:
-            raise CheckpointError(f"{part}: expected weights in FP8, got plain ones")
+        if not isinstance(getattr(model, "hf_quantizer", None), OctavoDiffusersQuantizer):
+            raise CheckpointError(f"{part}: expected weights in FP8, got others")
         return model
 
 

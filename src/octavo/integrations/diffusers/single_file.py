@@ -62,7 +62,7 @@ def load_single_file(kind: Any, path: Path, **options: Any) -> nn.Module:
         scales = [stored.weight_scale]
         scales += [] if stored.input_scale is None else [stored.input_scale]
         tensors[f"{layer}.weight"] = pack_rows(tensors[f"{layer}.weight"], *scales)
-    for name in [name for name in tensors if name.endswith(_COMPANIONS)]:
+    for name in [n for n in tensors if n.rpartition(".")[2] in linear_layers.COMPANIONS]:
         del tensors[name]
     config, names = FileConfig(settings, tensors), list_names(sorted(tensors))
     try:
@@ -70,12 +70,9 @@ def load_single_file(kind: Any, path: Path, **options: Any) -> nn.Module:
     except (IndexError, KeyError, RuntimeError) as error:  # of diffusers' conversion
         raise CheckpointError(
             f"{path.name}: expected the tensors of {kind.__name__}, by diffusers' names or by its "
-            f"authors', got {names}"
+            f"authors', got {names} ({type(error).__name__}: {brief(str(error))})"
         ) from error
     return model
-
-
-_COMPANIONS = tuple(f".{name}" for name in linear_layers.COMPANIONS)
 
 
 def _transformer_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
