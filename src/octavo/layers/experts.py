@@ -18,7 +18,7 @@ from octavo.numerics.scales import amax_to_scale, finite_amax
 from octavo.ops.check import check_fp8_device, check_one_device
 from octavo.recipe import LinearSettings
 
-require("torch.nn.Module._load_from_state_dict")
+require("torch.nn.Module._buffers", "torch.nn.Module._load_from_state_dict")
 
 
 class Routing(NamedTuple):

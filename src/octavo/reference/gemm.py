@@ -59,7 +59,8 @@ def grouped_mm(
         if end > begin:
             rows = slice(begin, end) if tokens is None else tokens[begin:end].long()
             own = None if bias is None else bias[expert]
-            out[begin:end] = scaled_mm(_part(a, rows), _part(b, expert), own, compute=compute)
+            x = a[rows] if isinstance(a, Tensor) else _part(a, rows)
+            out[begin:end] = scaled_mm(x, _part(b, expert), own, compute=compute)
         begin = max(begin, end)
     return out
 
@@ -88,10 +89,8 @@ def linear_gelu(
     return torch.nn.functional.gelu(out, approximate="tanh")
 
 
-def _part(x: Quantized | Tensor, index: slice | Tensor | int) -> Quantized | Tensor:
+def _part(x: Quantized, index: slice | Tensor | int) -> Quantized:
     """Rows of an operand, or one expert of a weight, with their scales."""
-    if isinstance(x, Tensor):
-        return x[index]
     scale = x.scale if isinstance(x.granularity, PerTensor) else x.scale[index]
     # torch cannot pick rows of FP8 on a CPU.
     data = x.data.view(torch.uint8)[index].view(x.data.dtype)

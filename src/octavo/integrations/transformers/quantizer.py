@@ -25,8 +25,10 @@ from octavo.integrations.checkpoints import linear_layers
 from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES, TensorEntry, read_headers
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import layer_index, plan_linear, put_linear_
+from octavo.integrations.transformers import experts, stored_experts
 from octavo.integrations.transformers.joint_projections import join_projections_
 from octavo.internals import internals, require
+from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer, match_layers, parse_pattern
@@ -133,6 +135,9 @@ class OctavoQuantizer(HfQuantizer):
         self.input_scales: dict[str, float] = {}
         self.stored: dict[str, linear_layers.StoredLinear] = {}
         self.unfilled: set[str] = set()
+        # Mixtures of experts by name, and their weights in FP8 until all are loaded.
+        self.experts: dict[str, LinearSettings] = {}
+        self.expert_layers: dict[str, Fp8ExpertLinear] = {}
         self.problems: list[str] = []
 
     def is_serializable(self) -> bool:
@@ -158,6 +163,7 @@ class OctavoQuantizer(HfQuantizer):
         """Whether a tensor of the checkpoint is a plain weight for an FP8 layer."""
         layer, _, leaf = param_name.rpartition(".")
         is_ours = leaf == "weight" and isinstance(model.get_submodule(layer), Fp8Linear)
+        is_ours |= layer in self.experts and leaf in experts.WEIGHTS
         return is_ours and not self.pre_quantized
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
@@ -190,7 +196,12 @@ class OctavoQuantizer(HfQuantizer):
                 )
         config = self.quantization_config
         patterns = config.weight_only_layers
-        plan = plan_linear(model, config.ignored_layers, weight_only_layers=patterns)
+        plan = plan_linear(
+            model, config.ignored_layers, weight_only_layers=patterns, experts=config.linear
+        )
+        self.experts = {name: plan.settings_of(name, config.linear) for name in plan.experts}
+        for name in plan.experts:
+            experts.check_module(name, model.get_submodule(name))
         if (scales := config.read_scales()) is not None:
             scales.require_kind("linear")
             scales.require_inputs(plan.with_inputs())
@@ -211,8 +222,10 @@ class OctavoQuantizer(HfQuantizer):
             raise CheckpointError("expected FP8 weights in safetensors files, got none")
         config = self.quantization_config
         text_config = model.config.get_text_config().to_dict()
+        found = linear_layers.find_linear(tensors)
+        stored_experts.place_own(model, found, config.linear, _NamesInModel(model).tensor)
         names = _NamesInModel(model)
-        places = {layer: names.layer(layer) for layer in linear_layers.find_linear(tensors)}
+        places = {layer: names.layer(layer) for layer in found}
         weight_only = _stored_weight_only(config.weight_only_layers, places)
         for layer, place in places.items():
             if place is None:  # the report of unexpected keys has it
@@ -220,9 +233,12 @@ class OctavoQuantizer(HfQuantizer):
             plain = model.get_submodule(place)
             settings = config.linear.weight_only() if layer in weight_only else config.linear
             stored = linear_layers.read_linear(tensors, layer, settings, text_config)
+            self.stored[place] = stored
+            if isinstance(plain, Fp8ExpertLinear):
+                stored_experts.settle(plain, place, settings, stored)
+                continue
             _check_place(model, place, plain, stored.weight)
             assert isinstance(plain, nn.Linear)
-            self.stored[place] = stored
             put_linear_(model, (place,), _empty(place, plain, settings, stored.shards))
         read = [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
         if brought := linear_layers.kv_scale_names(tensors):
@@ -234,7 +250,8 @@ class OctavoQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.problems:
             raise CheckpointError("; ".join(self.problems[:5]))
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        kinds = Fp8Linear | Fp8ExpertLinear
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, kinds)}
         for name, module in layers.items():
             if module.weight.is_meta:
                 raise UnsupportedError(f"{name}: expected a weight on a device, got it on disk")
@@ -243,11 +260,13 @@ class OctavoQuantizer(HfQuantizer):
             try:
                 if self.pre_quantized:
                     self._finish_stored(module, self.stored[name])
-                elif name in self.unfilled:  # not in the files: transformers made it up
-                    self.quantize_(module, module.weight)
-                _finish_bias(module)
+                elif isinstance(module, Fp8Linear) and name in self.unfilled:
+                    self.quantize_(module, module.weight)  # transformers made it up
+                if isinstance(module, Fp8Linear):
+                    _finish_bias(module)
             except ConfigError as error:
                 raise CheckpointError(str(error)) from None
+        self._finish_experts(model)
         self.stored = {}
         # Static scales are in the layers now: what is saved needs none, and the caller's stays.
         config = self.quantization_config
@@ -266,7 +285,30 @@ class OctavoQuantizer(HfQuantizer):
             scale = self.input_scales[module.name]
             module.take_({"input_scale": torch.tensor(scale, device=weight.device)})
 
-    def _finish_stored(self, module: Fp8Linear, stored: linear_layers.StoredLinear) -> None:
+    def quantize_expert(self, model: nn.Module, name: str, weight: Tensor) -> Tensor:
+        """Quantize one weight of a mixture; its layer is put into the model when all are there."""
+        layer = name.rpartition(".")[0]
+        module = model.get_submodule(layer)
+        made = experts.quantized(name, module, weight, self.experts[layer])
+        self.expert_layers[name] = made
+        return made.weight
+
+    def _finish_experts(self, model: nn.Module) -> None:
+        """Put the layers of mixtures in place of their weights."""
+        for name in self.experts:
+            module: Any = model.get_submodule(name)
+            for leaf, weight in list(experts.weights_of(module)):
+                full_name = f"{name}.{leaf}"
+                if full_name not in self.expert_layers:  # transformers made it up
+                    self.quantize_expert(model, full_name, weight)
+                made = self.expert_layers.pop(full_name)
+                if made.activation is not None:
+                    check_fp8_device(name, made.weight.device, None, instead=WITHOUT_FP8)
+                experts.put_(module, leaf, made)
+
+    def _finish_stored(
+        self, module: Fp8Linear | Fp8ExpertLinear, stored: linear_layers.StoredLinear
+    ) -> None:
         weight = module.weight
         tensors = {"weight": weight, "weight_scale": stored.weight_scale.to(weight.device)}
         if stored.input_scale is not None:
@@ -323,13 +365,16 @@ class _QuantizeWeight(ConversionOps):
         out = {}
         for name, x in input_dict.items():
             weight = out[name] = x[0] if isinstance(x, list) else x
-            module = kwargs["model"].get_submodule(name.rpartition(".")[0])
-            if isinstance(module, Fp8Linear) and name.endswith(".weight"):
-                try:
+            layer, _, leaf = name.rpartition(".")
+            module = kwargs["model"].get_submodule(layer)
+            try:
+                if isinstance(module, Fp8Linear) and leaf == "weight":
                     self.quantizer.quantize_(module, weight)
                     out[name] = module.weight
-                except OctavoError as error:  # the loader would turn it into one of its own
-                    self.quantizer.problems.append(str(error))
+                elif layer in self.quantizer.experts and leaf in experts.WEIGHTS:
+                    out[name] = self.quantizer.quantize_expert(kwargs["model"], name, weight)
+            except OctavoError as error:  # the loader would turn it into one of its own
+                self.quantizer.problems.append(str(error))
         return out
 
 
