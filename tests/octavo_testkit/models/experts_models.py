@@ -38,12 +38,13 @@ FAMILIES = {
 }
 
 
-def make_mixture(family, top_k=TOP_K):
+def make_mixture(family, top_k=TOP_K, inner=INNER):
     """A tiny model with two layers of experts, in bfloat16; some experts never have a token."""
     torch.manual_seed(0)
     name, own = FAMILIES[family]
     kind = "ForCausalLM"
     values = {**SIZES, **own, "num_experts_per_tok": top_k}
+    values |= {name: inner for name in values if name.endswith("intermediate_size")}
     if "moe_topk" in values:
         values["moe_topk"] = top_k
     if family == "qwen3_vl_moe":

@@ -9,6 +9,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from octavo.errors import CheckpointError, ConfigError, OctavoError, Unsupported
 from octavo.integrations.checkpoints import linear_layers
 from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES, TensorEntry, read_headers
 from octavo.integrations.fused_layers import shards_of
-from octavo.integrations.linear import layer_index, plan_linear, put_linear_
+from octavo.integrations.linear import plan_linear, put_linear_
 from octavo.integrations.transformers import experts, stored_experts
 from octavo.integrations.transformers.joint_projections import join_projections_
+from octavo.integrations.transformers.tensor_names import NamesInModel, stored_weight_only
 from octavo.internals import internals, require
 from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
-from octavo.patterns import Layer, match_layers, parse_pattern
+from octavo.patterns import parse_pattern
 from octavo.recipe import LinearSettings
 
 METHOD = "octavo"
@@ -107,13 +109,7 @@ def _read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 with internals("transformers"):
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        ConversionOps,
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import ConversionOps
 
 require(
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
@@ -223,11 +219,23 @@ class OctavoQuantizer(HfQuantizer):
         config = self.quantization_config
         text_config = model.config.get_text_config().to_dict()
         found = linear_layers.find_linear(tensors)
-        stored_experts.place_own(model, found, config.linear, _NamesInModel(model).tensor)
-        names = _NamesInModel(model)
-        places = {layer: names.layer(layer) for layer in found}
-        weight_only = _stored_weight_only(config.weight_only_layers, places)
+        stored_experts.place_own(model, found, config.linear, NamesInModel(model).tensor)
+        names = NamesInModel(model)
+        mixtures = stored_experts.gather(model, found, names)
+        parts = {layer: mixture.name for mixture in mixtures for layer in mixture.layers}
+        places = {layer: parts.get(layer) or names.layer(layer) for layer in found}
+        weight_only = stored_weight_only(config.weight_only_layers, places)
+        for mixture in mixtures:
+            alone = weight_only.intersection(mixture.layers)
+            own = config.linear.weight_only() if alone else config.linear
+            made = stored_experts.make_room(
+                *(model, mixture, own),
+                partial(linear_layers.read_linear, tensors, settings=own, text_config=text_config),
+            )
+            self.expert_layers[mixture.name] = made
         for layer, place in places.items():
+            if layer in parts:
+                continue
             if place is None:  # the report of unexpected keys has it
                 continue
             plain = model.get_submodule(place)
@@ -240,7 +248,9 @@ class OctavoQuantizer(HfQuantizer):
             _check_place(model, place, plain, stored.weight)
             assert isinstance(plain, nn.Linear)
             put_linear_(model, (place,), _empty(place, plain, settings, stored.shards))
-        read = [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
+        companions = [f"{layer}.{leaf}" for layer in parts for leaf in linear_layers.COMPANIONS]
+        read = [rf"^{re.escape(names.tensor(name))}$" for name in companions if name in tensors]
+        read += [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
         if brought := linear_layers.kv_scale_names(tensors):
             both = dict.fromkeys([*brought, *map(names.tensor, brought)])
             read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
@@ -295,6 +305,8 @@ class OctavoQuantizer(HfQuantizer):
 
     def _finish_experts(self, model: nn.Module) -> None:
         """Put the layers of mixtures in place of their weights."""
+        for stored in self.expert_layers.values() if self.pre_quantized else ():
+            stored_experts.finish(model, stored)
         for name in self.experts:
             module: Any = model.get_submodule(name)
             for leaf, weight in list(experts.weights_of(module)):
@@ -340,19 +352,6 @@ def _empty(
     return made
 
 
-def _stored_weight_only(patterns: Sequence[str], places: Mapping[str, str | None]) -> set[str]:
-    """Which layers of a checkpoint are weight-only; places: their names in the model.
-
-    A pattern may be for either name: a part of the model may be loaded, or what holds it.
-    """
-    names = {name: layer for layer, place in places.items() for name in (layer, place) if name}
-    try:
-        found = match_layers(patterns, [Layer(name, layer_index(name)) for name in names])
-    except ConfigError as error:
-        raise CheckpointError(f"weight_only_layers of the saved config: {error}") from None
-    return {names[layer.name] for layer in found}
-
-
 class _QuantizeWeight(ConversionOps):
     """Plain weights in, FP8 ones out; the layer gets its scales at once."""
 
@@ -376,42 +375,6 @@ class _QuantizeWeight(ConversionOps):
             except OctavoError as error:  # the loader would turn it into one of its own
                 self.quantizer.problems.append(str(error))
         return out
-
-
-class _NamesInModel:
-    """What a model calls the tensors of a checkpoint."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        mapping = get_model_conversion_mapping(model)
-        self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        self.tensors = model.state_dict()
-
-    def layer(self, layer: str) -> str | None:
-        """The model's name of a layer with a weight, None if it has no such layer."""
-        own = f"{layer}.weight"
-        name, pattern = self._rename(own)
-        if name not in self.tensors and own in self.tensors:
-            return layer
-        if pattern is not None:
-            kind = type(self.model).__name__
-            raise CheckpointError(
-                f"{layer}: expected one linear layer of {kind}, got one that transformers makes "
-                f"{name} of"
-            )
-        return name.removesuffix(".weight") if name in self.tensors else None
-
-    def tensor(self, name: str) -> str:
-        """What a report calls a tensor that the model may not have."""
-        return self._rename(name)[0]
-
-    def _rename(self, name: str) -> tuple[str, str | None]:
-        prefix = self.model.base_model_prefix
-        found: tuple[str, str | None] = rename_source_key(
-            name, self.renamings, self.converters, prefix, self.tensors
-        )
-        return found
 
 
 def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -> None:
