@@ -204,6 +204,15 @@ def test_generating_and_deep_copies():
         assert_same_bits(run_model(copy.deepcopy(model)), run_model(model))
 
 
+def test_torch_compile_sees_a_mixture_whole():
+    model = make_mixture("gpt_oss")
+    quantize_(model)
+    module, inputs = mixtures(model)[NAME], mixture_inputs(9)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        assert relative_rms(compiled(*inputs), module(*inputs)) < 0.02
+
+
 def same_states(one, other):
     states = one.state_dict(), other.state_dict()
     assert states[0].keys() == states[1].keys()
@@ -294,3 +303,16 @@ def test_families_on_a_gpu(family):
             graph.replay()
             assert relative_rms(out.cpu(), expected[name]) < 0.02
         assert model(input_ids=draw_ids().cuda()).logits.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_decode_graphs_of_the_engine_on_a_gpu():
+    """Tokens are those of steps without graphs: the routing is found inside them."""
+    found = []
+    for has_graphs in (False, True):
+        model = make_mixture("qwen3_moe").to("cuda", torch.float32)
+        engine = make_engine(model, Recipe(linear="fp8"), cuda_graphs=has_graphs)
+        requests = [make_request(str(i), prompt=tuple(range(1 + i, 12 + i))) for i in range(3)]
+        found.append([list(one.tokens) for one in run_engine(engine, *requests)])
+        engine.close()
+    assert found[0] == found[1] and all(map(len, found[0]))
