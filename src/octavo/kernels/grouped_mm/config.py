@@ -115,13 +115,12 @@ def candidates(
             for is_tma in dict.fromkeys((False, has_tma and is_fp8))
         ]
     else:
+        # More values of a tile for each thread than these spill registers.
         others += [
             replace(first, block_m=block_m, num_warps=num_warps, is_tma=is_tma)
-            for block_m in (64, 128)
-            for num_warps in (4, 8)
+            for block_m, num_warps in ((64, 4), (64, 8), (128, 8))
             for is_tma in dict.fromkeys((False, has_tma))
         ]
-        others.append(replace(first, block_n=256, num_warps=8))
     unique = dict.fromkeys([first, *others])
     return [config for config in unique if is_valid(config, device, is_fp8=is_fp8)]
 
