@@ -111,6 +111,12 @@ _USED: dict[str, dict[str, str]] = {
         "_keys_to_ignore_on_load_unexpected",
         "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
     },
+    "FP8 experts of transformers": {
+        "transformers.PreTrainedConfig": "_experts_implementation",
+        "transformers.PreTrainedModel": "_is_hf_initialized",
+        "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
+        "transformers.models.mixtral.modeling_mixtral.MixtralExperts": "_apply_gate",
+    },
     "octavo's quantizer": {
         "transformers.conversion_mapping": "get_model_conversion_mapping",
         "transformers.core_model_loading": "ConversionOps WeightConverter WeightRenaming "

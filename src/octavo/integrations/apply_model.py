@@ -80,9 +80,15 @@ def prepare(
     elif kept is None:
         match_layers(recipe.included_layers, [])  # nothing is kept: no pattern can match
         kept = {}
-    plan = plan_linear(model, recipe.ignored_layers, kept, recipe.weight_only_layers)
+    plan = plan_linear(
+        model, recipe.ignored_layers, kept, recipe.weight_only_layers, experts=recipe.linear
+    )
     scales = read_scales(recipe, recipe.linear)
     check_linear(model, plan, recipe.linear, scales)
+    if plan.experts:
+        from octavo.integrations.transformers.experts import check_experts
+
+        check_experts(model, plan.experts_settings(recipe.linear))
     return Preparation(model, recipe, skipped, plan, scales)
 
 
@@ -131,8 +137,15 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
         return
     changes.layers["linear"] = quantize_linear_(model, plan, settings, preparation.scales)
     changes.left["linear"] = plan.left
+    if plan.experts:
+        from octavo.integrations.transformers.experts import quantize_experts_
+
+        quantize_experts_(model, plan.experts_settings(settings))
+        changes.layers["linear"] += plan.experts
+        changes.experts["linear"] = list(plan.experts)
     if plan.weight_only:
-        changes.weight_only["linear"] = [n for n in plan.chosen if n in plan.weight_only]
+        names = (*plan.chosen, *plan.experts)
+        changes.weight_only["linear"] = [name for name in names if name in plan.weight_only]
     if is_diffusers_model(model):
         from octavo.integrations.diffusers.linear import use_faster_forms_
         from octavo.integrations.diffusers.quantizer import note_quantized_

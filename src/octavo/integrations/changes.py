@@ -14,6 +14,7 @@ class Changes:
 
     fused: those of them whose whole forward was replaced, not only the attention in it; of
     diffusers' layers, those whose norms and rotary embedding are part of the pass that quantizes.
+    experts: those of the linear layers that are mixtures of experts, each of which counts as one.
     weight_only: linear layers whose weight alone was quantized because weight_only_layers say so.
     joint: linear layers that read the same input and are one product of it, group by group.
     left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
@@ -23,6 +24,7 @@ class Changes:
 
     layers: dict[str, list[str]]
     fused: dict[str, list[str]] = field(default_factory=dict)
+    experts: dict[str, list[str]] = field(default_factory=dict)
     weight_only: dict[str, list[str]] = field(default_factory=dict)
     joint: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     left: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -31,7 +33,8 @@ class Changes:
     def __str__(self) -> str:
         lines = []
         for name, layers in self.layers.items():
-            kinds = {"fused": self.fused, "weight-only": self.weight_only}
+            kinds = {"fused": self.fused, "mixtures of experts": self.experts}
+            kinds["weight-only"] = self.weight_only
             counts = {kind: len(found.get(name, ())) for kind, found in kinds.items()}
             told = "".join(f", {n} of them {kind}" for kind, n in counts.items() if n)
             if joint := self.joint.get(name):

@@ -62,13 +62,13 @@ AREAS = {
     ),
     "linear": Area(
         sources=(
-            *_files("layers", "joint_linear linear saturation warmup"),
+            *_files("layers", "experts joint_linear linear saturation warmup"),
             *_files("integrations", "linear output_heads"),
-            *_files(_TRANSFORMERS, "joint_projections load quantizer"),
+            *_files(_TRANSFORMERS, "experts joint_projections load quantizer stored_experts"),
         ),
         tests=(
-            *_files("layers", "test_joint_linear test_linear_gpu test_warmup"),
-            *_files(_TRANSFORMERS, "test_load_fp8 test_quantizer"),
+            *_files("layers", "test_experts test_joint_linear test_linear_gpu test_warmup"),
+            *_files(_TRANSFORMERS, "test_experts test_load_fp8 test_quantizer"),
         ),
     ),
     "diffusion": Area(
