@@ -23,7 +23,10 @@ from octavo.recipe import Recipe
 # The fields that octavo can do to a model by itself; the others belong to a pipeline.
 MODEL_FIELDS = ("vision_attention", "attention", "kv_cache", "linear")
 # What patches of a model are for, in the order in which they are undone.
-FEATURES = ("step_graphs", "vision_graphs", "vision_attention", "decode_graphs", "kv_cache")
+FEATURES = (
+    *("step_graphs", "vision_graphs", "tower_graphs", "vision_attention"),
+    *("decode_graphs", "kv_cache"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,11 @@ def apply_attention_(
     """
     model, recipe, skipped = preparation.model, preparation.recipe, preparation.skipped
     if recipe.vision_attention is not None:
+        from octavo.integrations.transformers import tower_graphs
+
         _apply_vision(model, recipe, skipped, changes, vision_impl)
+        if cuda_graphs and (told := tower_graphs.attach(model)):
+            changes.graphs["vision_attention"] = told
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
 
