@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,18 +50,26 @@ def record(
     step: Callable[[], Any], device: torch.device, pool: Any
 ) -> tuple[Callable[[], Any], Any, Any]:
     """Capture a step: what replays it, its result, and the pool of its memory."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
         # Other threads may go on calling CUDA meanwhile.
         options: dict[str, Any] = {"pool": pool, "capture_error_mode": "thread_local"}
         with torch.cuda.device(device), torch.cuda.graph(graph, **options):
             result = step()
     except RuntimeError as error:
-        # Until another capture has ended, torch takes random numbers to be drawn for this one.
-        with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device=device)
-        raise NotCapturedError(f"a capture failed: {str(error).splitlines()[0]}") from error
+        _clean_up(stream)
+        raise NotCapturedError(f"a capture failed: {str(error).partition(chr(10))[0]}") from error
     return graph.replay, result, graph.pool()
+
+
+def _clean_up(stream: torch.cuda.Stream) -> None:
+    """After a capture that failed: torch leaves its own stream current, and its generator in it."""
+    torch.cuda.set_stream(stream)
+    # Until another capture has ended, random numbers are refused. Where this one fails, too, greedy
+    # search goes on, and sampling says so.
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=stream.device)
+    torch.cuda.set_stream(stream)
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
