@@ -47,6 +47,12 @@ _USED: dict[str, dict[str, str]] = {
         "torch._dynamo.decorators.assume_constant_result": "_dynamo_marked_constant",
     },
     "octavo's compiled steps over a paged cache": {"torch._dynamo": "mark_static_address"},
+    "octavo's CUDA graphs of generate()": {
+        "torch._C": "_len_torch_dispatch_stack",
+        "torch.nn.Module": "_buffers _compiled_call_impl _forward_hooks _forward_pre_hooks "
+        "_modules _parameters",
+        "transformers.PreTrainedConfig": "_experts_implementation",
+    },
     "octavo's step caches": {
         "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
         "diffusers.HookRegistry": "_diffusers_hook _hook_order",

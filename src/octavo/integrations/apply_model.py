@@ -23,7 +23,10 @@ from octavo.recipe import Recipe
 # The fields that octavo can do to a model by itself; the others belong to a pipeline.
 MODEL_FIELDS = ("vision_attention", "attention", "kv_cache", "linear")
 # What patches of a model are for, in the order in which they are undone.
-FEATURES = ("step_graphs", "vision_graphs", "vision_attention", "kv_cache")
+FEATURES = (
+    *("step_graphs", "vision_graphs", "tower_graphs", "vision_attention"),
+    *("decode_graphs", "kv_cache"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,23 @@ def is_diffusers_model(model: object) -> bool:
 
 
 def apply_attention_(
-    preparation: Preparation, changes: Changes, vision_impl: str | None = None
+    preparation: Preparation,
+    changes: Changes,
+    vision_impl: str | None = None,
+    *,
+    cuda_graphs: bool = True,
 ) -> None:
-    """Do what the recipe says about attention of any kind, noting it in `changes`."""
+    """Do what the recipe says about attention of any kind, noting it in `changes`.
+
+    cuda_graphs: whether a model of transformers replays CUDA graphs without being asked.
+    """
     model, recipe, skipped = preparation.model, preparation.recipe, preparation.skipped
     if recipe.vision_attention is not None:
+        from octavo.integrations.transformers import tower_graphs
+
         _apply_vision(model, recipe, skipped, changes, vision_impl)
+        if cuda_graphs and (told := tower_graphs.attach(model)):
+            changes.graphs["vision_attention"] = told
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
 
@@ -117,7 +131,7 @@ def apply_attention_(
         changes.fused["attention"] = attention.find_fused(model)
         changes.left["attention"] = attention.find_others(model)
     if recipe.kv_cache is not None:
-        from octavo.integrations.transformers import kv_cache, text
+        from octavo.integrations.transformers import decode_graphs, kv_cache, text
 
         changes.layers["kv_cache"] = kv_cache.attach(
             model,
@@ -128,6 +142,8 @@ def apply_attention_(
         )
         changes.fused["kv_cache"] = kv_cache.find_fused(model)
         changes.left["kv_cache"] = text.find_others(model)
+        if cuda_graphs and (told := decode_graphs.attach(model)):
+            changes.graphs["kv_cache"] = told
 
 
 def apply_linear_(preparation: Preparation, changes: Changes) -> None:

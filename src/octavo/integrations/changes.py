@@ -19,7 +19,8 @@ class Changes:
     joint: linear layers that read the same input and are one product of it, group by group.
     left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
     to, or left alone on purpose. faster: layers that are not quantized, norms too, and have a form
-    that takes less of a GPU's time in 16 bits.
+    that takes less of a GPU's time in 16 bits. graphs: what is replayed from CUDA graphs and what
+    that costs first, or why it is not.
     """
 
     layers: dict[str, list[str]]
@@ -29,6 +30,7 @@ class Changes:
     joint: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     left: dict[str, dict[str, str]] = field(default_factory=dict)
     faster: dict[str, list[str]] = field(default_factory=dict)
+    graphs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -51,4 +53,6 @@ class Changes:
                     lines.append(f"{name}: {kept}: {list_names(left)}")
             if faster := self.faster.get(name):
                 lines.append(f"{name}: {len(faster)} plain layers have a faster form on a GPU")
+            if name in self.graphs:
+                lines.append(f"{name}: {self.graphs[name]}")
         return "\n".join(lines) or "nothing was changed"

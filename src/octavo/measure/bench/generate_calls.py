@@ -1,8 +1,9 @@
-"""generate() of a transformers model, called as users call it: eagerly, after a real prompt.
+"""generate() of a transformers model, called as users call it, after a real prompt.
 
-No graphs, no compiler, no settings but the recipe: what a token costs here includes all that the
-host does for it. A row's time per token is the difference of two calls with the same prompt, one
-for few new tokens and one for many, over the tokens between them. Rows take turns.
+No compiler, no settings but the recipe: what a token costs here includes all that the host does for
+it. Rows with an FP8 KV cache replay CUDA graphs, as `apply_` lets them. A row's time per token is
+the difference of two calls with the same prompt, one for few new tokens and one for many, over the
+tokens between them. Rows take turns.
 """
 
 import copy
