@@ -6,6 +6,7 @@ tells them apart come as a keyword of the model, which reaches every attention f
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from octavo.integrations.transformers.saturation import Watch
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.joint_linear import join_named_
-from octavo.layers.linear import give_single_tokens_back, take_single_tokens
+from octavo.layers.linear import Fp8Linear, give_single_tokens_back, take_single_tokens
 from octavo.layers.saturation import WATCH
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
@@ -101,6 +102,16 @@ class EngineModel:
             for part in self._parts():
                 self._linears += take_single_tokens(part)
         self._joined = join_named_(self._decoder, JOINT)
+
+    @cached_property
+    def sees_padding(self) -> bool:
+        """Whether a token's result depends on the others of a step, by a scale for all."""
+        parts = (layer for part in self._parts() for layer in part.modules())
+        layers = (part for part in parts if isinstance(part, Fp8Linear))
+        return any(
+            isinstance(layer.activation, PerTensor) and layer.input_scale is None
+            for layer in layers
+        )
 
     def cache_spec(self, page_size: int) -> CacheSpec:
         """What the pages of all layers hold."""

@@ -78,11 +78,7 @@ class Engine:
         self.precision = describe_engine(model, self._runner.storage)
         self._saturation = SaturationTotals(model)
         if settings.cuda_graphs is not False:
-            self._runner.use_graphs(
-                max_batch=settings.max_num_seqs,
-                max_context=self.max_context,
-                is_required=settings.cuda_graphs is True,
-            )
+            self._runner.use_graphs(self.settings, is_required=settings.cuda_graphs is True)
         self._seeds = random.Random(settings.seed)
         self._ahead: Pass | None = None
         self._ended: list[Delta] = []  # by abort and close: for the next step
@@ -95,8 +91,9 @@ class Engine:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether decode steps are replayed from CUDA graphs."""
-        return self._runner is not None and self._runner.graphs is not None
+        """Whether steps are replayed from CUDA graphs."""
+        graphs = None if self._runner is None else self._runner.graphs
+        return graphs is not None and bool(graphs.shapes)
 
     @property
     def has_images(self) -> bool:
@@ -170,8 +167,8 @@ class Engine:
         if self._texts is not None:
             sequence.stream = TextStream(self._texts, sampling.stop)
 
-    def warm_up(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
-        """Capture all CUDA graphs now, if steps run by them; progress: over their batch sizes."""
+    def warm_up(self, progress: Callable[[list[Any]], Iterable[Any]] = iter) -> None:
+        """Capture the CUDA graphs of usual steps now, if steps run by them; progress: over them."""
         if self._runner is not None:
             self._runner.capture_graphs(progress)
 
