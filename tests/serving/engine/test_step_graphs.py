@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("transformers")
 import octavo
 from octavo import ops
-from octavo.cache.storage import PagedStorage
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.serving.engine.engine import load_engine
@@ -22,6 +21,7 @@ from octavo.serving.engine.step_graphs import (
     batch_sizes,
     choose_room,
     choose_shapes,
+    memory_of_graphs,
     token_counts,
 )
 from octavo_testkit.serving.tiny_engine import (
@@ -472,13 +472,14 @@ def test_what_runs_without_graphs():
 def test_room_is_bounded():
     engine = make_engine(num_pages=7)
     assert use_padding(engine).room == 7 * 16
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
-    model = make_model(**heads)
-    big = EngineModel(model)
-    storage = PagedStorage(big.cache_spec(64), 0, "cpu")
-    storage.num_pages = 10**6
-    assert choose_room(big, storage) == 2**28 // (2 * 8 * 256 * 4)
+    big = EngineModel(make_model(num_attention_heads=16, num_key_value_heads=16, head_dim=256))
+    spec = big.cache_spec(64)
+    assert choose_room(big, spec) == 2**28 // (2 * 16 * 256 * 4)
+    assert memory_of_graphs(big, spec, 1000) == 1000 + 2**28
     big.close()
+    small = EngineModel(make_model(), RECIPES["tensor"])
+    assert choose_room(small, small.cache_spec(64)) == 2**16
+    small.close()
 
 
 def test_a_model_that_would_see_padding_is_not_padded():
@@ -527,7 +528,7 @@ def test_compiled_layers_have_the_same_tokens(family):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_layers_are_compiled_for_one_token_and_for_more():
+def test_nothing_is_left_to_compile_while_requests_run():
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
@@ -537,9 +538,9 @@ def test_layers_are_compiled_for_one_token_and_for_more():
     assert num_graphs > 0
     answers(engine)
     engine.close()
-    assert counters["unique_graphs"] == 2 * num_graphs
+    assert counters["unique_graphs"] == num_graphs
     answers(make_engine(model, compile=True))
-    assert counters["unique_graphs"] == 2 * num_graphs
+    assert counters["unique_graphs"] == num_graphs
 
 
 SIZES = {"head_dim": 64, "hidden_size": 256}

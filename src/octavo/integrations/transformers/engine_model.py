@@ -171,6 +171,12 @@ class EngineModel:
                 part.compile()
                 self._compiled.append(part)
 
+    def stop_compiling(self) -> None:
+        """Let what was compiled run as it was before."""
+        for part in self._compiled:
+            part._compiled_call_impl = None
+        self._compiled = []
+
     def _parts(self) -> list[Any]:
         """The layers, and what makes logits of the last one's result."""
         decoder: Any = self._decoder
@@ -179,8 +185,7 @@ class EngineModel:
 
     def close(self) -> None:
         """Give the model back as it was."""
-        for part in self._compiled:
-            part._compiled_call_impl = None
+        self.stop_compiling()
         give_single_tokens_back(self._linears)
         for joint in self._joined:
             joint.split_()

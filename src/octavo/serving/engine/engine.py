@@ -23,6 +23,7 @@ from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.text_model import load_served_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
+from octavo.serving.engine.compiling import compile_layers
 from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.precision import describe_engine
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
@@ -32,7 +33,7 @@ from octavo.serving.engine.saturation_totals import SaturationTotals
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
-from octavo.serving.engine.sizing import choose_context, choose_num_pages, try_pass
+from octavo.serving.engine.sizing import choose_context, choose_num_pages
 from octavo.serving.engine.text import Texts, TextStream
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class Engine:
     end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
     image_processor: as transformers' are, for prompts with images; None refuses them.
-    precision: what is in FP8. eos_tokens: those that end an answer, as the model has them. model:
-    with the engine's attention until the engine is closed.
+    tell: gets a line for what takes long. precision: what is in FP8. eos_tokens: those that end an
+    answer, as the model has them. model: with the engine's attention until the engine is closed.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Engine:
         *,
         model_name: str = "model",
         image_processor: Any = None,
+        tell: Callable[[str], object] = logger.info,
     ) -> None:
         has_images = image_processor is not None
         self._images = EngineImages(model.model, image_processor) if has_images else None
         spec = model.cache_spec(settings.page_size)
-        if settings.compile:
-            model.compile()
-            try_pass(model, spec, num_tokens=1, num_seqs=1)
+        is_compiled = compile_layers(model, spec, settings, tell)
+        settings = dataclasses.replace(settings, compile=is_compiled)
         num_pages = choose_num_pages(model, spec, settings, self._images)
         self.max_context = choose_context(model, num_pages * spec.page_size, settings)
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
@@ -314,6 +315,7 @@ def load_engine(
     vision_impl: str | None = None,
     prefill_impl: str | None = None,
     prompts: PromptSettings = PromptSettings(),
+    tell: Callable[[str], object] = logger.info,
 ) -> Engine:
     """An engine for a model: a folder, GGUF file or hub name, or a model that is loaded already.
 
@@ -322,7 +324,7 @@ def load_engine(
     engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention,
     prefill_impl: of attention of prompts, by name. Linear layers of the recipe are quantized in
     place if the model is loaded here; beside one that was there before, whose weights stay.
-    prompts: how texts and chats become tokens.
+    prompts: how texts and chats become tokens. tell: gets a line for what takes long.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
     is_own, given = False, tokenizer
@@ -354,7 +356,10 @@ def load_engine(
     prepared = EngineModel(model, recipe, vision_impl=vision_impl, prefill_impl=prefill_impl)
     try:
         return Engine(
-            *(prepared, tokenizer, settings), model_name=name, image_processor=image_processor
+            *(prepared, tokenizer, settings),
+            model_name=name,
+            image_processor=image_processor,
+            tell=tell,
         )
     except BaseException:
         prepared.close()

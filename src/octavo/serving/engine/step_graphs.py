@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.layers.saturation import WATCH
+from octavo.numerics.formats import E4M3
 from octavo.serving.engine.scheduler import Batch
 from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.engine.step import (
@@ -39,8 +41,9 @@ LARGEST_BATCH, LARGEST_STEP = 256, 4096
 # Kernels of prompts and of decoding launch programs for all sequences that a graph has room for.
 # Most steps have few, so each number of tokens has two graphs.
 FEW_SINGLE, FEW_PROMPTS = 32, 8
-# Of memory for the keys and values that a step's prompts see, gathered, one layer after the other.
-ROOM_BYTES = 2**28
+# Cached tokens that a step's prompts may see together: of more, attention takes a GPU longer than
+# the host. Their keys and values are gathered, one layer after the other.
+MAX_ROOM, MAX_ROOM_BYTES = 2**16, 2**28
 # Before a capture: kernels are compiled, libraries get their memory.
 NUM_WARMUPS = 2
 
@@ -92,12 +95,24 @@ def choose_shapes(max_batch: int, max_tokens: int) -> tuple[Shape, ...]:
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_prompts, shape)))
 
 
-def choose_room(model: EngineModel, storage: PagedStorage) -> int:
-    """The cached tokens that a graph's prompts may have together."""
-    spec = storage.spec
-    itemsize = max(model.dtype.itemsize if layer.dtype is None else 1 for layer in model.attention)
-    num_bytes = 2 * spec.num_kv_heads * spec.head_dim * itemsize
-    return min(ROOM_BYTES // num_bytes, storage.num_pages * spec.page_size)
+def choose_room(model: EngineModel, spec: CacheSpec, num_pages: int | None = None) -> int:
+    """The cached tokens that a graph's prompts may see together; at most those of all pages."""
+    room = min(MAX_ROOM, MAX_ROOM_BYTES // _gathered_bytes(model, spec))
+    return room if num_pages is None else min(room, num_pages * spec.page_size)
+
+
+def memory_of_graphs(model: EngineModel, spec: CacheSpec, pass_bytes: int) -> int:
+    """Bytes that graphs take, if the largest pass takes so many: they share one pass's memory.
+
+    What runs without a graph has memory of its own, beside it.
+    """
+    return pass_bytes + choose_room(model, spec) * _gathered_bytes(model, spec)
+
+
+def _gathered_bytes(model: EngineModel, spec: CacheSpec) -> int:
+    """Bytes of a token's gathered key and value: FP8 beside FP8 queries, else of the model's."""
+    is_fp8 = all(layer.dtype == E4M3.dtype for layer in model.attention)
+    return 2 * spec.num_kv_heads * spec.head_dim * (1 if is_fp8 else model.dtype.itemsize)
 
 
 class StepGraphs:
@@ -110,7 +125,7 @@ class StepGraphs:
     def __init__(self, model: EngineModel, storage: PagedStorage, settings: EngineSettings) -> None:
         most = settings.max_num_seqs
         self.shapes = choose_shapes(most, settings.max_num_batched_tokens)
-        self.room = choose_room(model, storage)
+        self.room = choose_room(model, storage.spec, storage.num_pages)
         self.num_replays = 0
         self._model, self._storage = model, storage
         self._captured: dict[Shape, Callable[[], Any]] = {}
