@@ -79,6 +79,8 @@ class Engine:
         self.precision = describe_engine(model, self._runner.storage)
         self._saturation = SaturationTotals(model)
         if settings.cuda_graphs is not False:
+            if self._images is not None:
+                self._images.use_graphs()
             self._runner.use_graphs(self.settings, is_required=settings.cuda_graphs is True)
         self._seeds = random.Random(settings.seed)
         self._ahead: Pass | None = None
@@ -257,6 +259,8 @@ class Engine:
         self._ahead = None
         if self._runner is not None:
             self._runner = None
+            if self._images is not None:
+                self._images.drop_graphs()
             self._model.close()
 
     def _note(self, sequence: Sequence, sampled: Sampled) -> Delta:
