@@ -5,7 +5,8 @@ tells them apart come as a keyword of the model, which reaches every attention f
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -170,6 +171,18 @@ class EngineModel:
             if part._compiled_call_impl is None:
                 part.compile()
                 self._compiled.append(part)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, what was compiled runs as it was before."""
+        before = [(part, part._compiled_call_impl) for part in self._compiled]
+        for part in self._compiled:
+            part._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for part, compiled in before:
+                part._compiled_call_impl = compiled
 
     def stop_compiling(self) -> None:
         """Let what was compiled run as it was before."""

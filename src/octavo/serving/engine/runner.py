@@ -8,6 +8,7 @@ is a surprise: what the next pass computes of it is thrown away.
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.errors import OctavoError, UnsupportedError
+from octavo.integrations.linear import find_counters
 from octavo.integrations.transformers.engine_model import EngineModel
+from octavo.layers.saturation import EVERY
 from octavo.numerics.granularity import PerToken
 from octavo.serving.engine.image_store import ImageStore
 from octavo.serving.engine.request import GrammarFailure
@@ -63,6 +66,8 @@ class Runner:
     ) -> None:
         self.model, self.images = model, images
         self._needs_graphs = False
+        self._has_counters = bool(find_counters(model.model))
+        self._num_prompt_steps = 0
         self._sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
         self.storage = PagedStorage(spec, num_pages, model.device)
         if isinstance(spec.granularity, PerToken):
@@ -100,7 +105,8 @@ class Runner:
 
         They are good until the next call.
         """
-        shape = None if self.graphs is None else self.graphs.find(batch)
+        is_counted = self._is_counted(batch)
+        shape = None if self.graphs is None or is_counted else self.graphs.find(batch)
         if self.graphs is not None and shape is not None:
             try:
                 return self.graphs.run(batch, shape)
@@ -108,7 +114,8 @@ class Runner:
                 self._give_up_graphs(shape, error)
         step = make_step(batch, self.storage)
         images = None if self.images is None else self.images.make_pass(batch, step.positions)
-        logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
+        with self.model.uncompiled() if is_counted else nullcontext():
+            logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
         if self.images is not None and images is not None:
             self.images.release(batch)
         return logits
@@ -152,6 +159,16 @@ class Runner:
                 one = under_way.reasons.get(index, one)
                 found.append(_follow(sequence, one) if isinstance(one, Sampled) else one)
         return found
+
+    def _is_counted(self, batch: Batch) -> bool:
+        """Whether layers with static scales count what saturates in a step, now and then.
+
+        They do so neither compiled nor in a graph: a step of prompts in so many runs without both.
+        """
+        if not self._has_counters or batch.num_single == len(batch.chunks):
+            return False
+        self._num_prompt_steps += 1
+        return self._num_prompt_steps % EVERY == 1
 
     def _give_up_graphs(self, shape: Shape, error: UnsupportedError) -> None:
         """Go on without graphs of this kind of step, unless they are required."""
