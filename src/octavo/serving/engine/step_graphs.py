@@ -26,7 +26,6 @@ from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.engine.step import (
     ALIGNMENT,
     Group,
-    PaddedStep,
     Step,
     page_table,
     token_numbers,
@@ -136,7 +135,7 @@ class StepGraphs:
         size = max(sum(_sizes(shape)) for shape in self.shapes)
         self._numbers = torch.zeros(size, **options)
         _, num_single, num_prompts, self._num_logits = map(max, zip(*self.shapes, strict=True))
-        # A row for each sequence, behind one for all that decode: see PaddedStep.
+        # A row for each sequence, behind one for all that decode: see Step.
         self._single_table = torch.zeros(num_single, width, **options)
         self._prompt_table = torch.zeros(1 + num_prompts, width, **options)
         self._logits: Tensor | None = None
@@ -242,7 +241,7 @@ class StepGraphs:
         num_tokens, num_single, num_prompts, num_logits = shape
         # Without prompts there is no sequence for those that decode, either.
         num_multi = 1 + num_prompts if num_prompts else 0
-        step = (PaddedStep if num_prompts else Step)(
+        step = Step(
             storage=self._storage,
             ids=ids[:num_tokens].long(),
             positions=positions[:num_tokens].long(),
@@ -253,6 +252,7 @@ class StepGraphs:
             cu_seqlens=ends[: 1 + num_multi],
             max_seqlen=num_tokens,
             num_cached_tokens=self.room,
+            is_padded=num_prompts > 0,
         )
         logits = self._model.forward(step.ids, step.positions, step.rows, step)
         if self._logits is None:
