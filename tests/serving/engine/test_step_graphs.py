@@ -643,6 +643,7 @@ def test_a_thousand_steps_take_no_more_memory_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_waits_for_the_gpu():
     engine = on_gpu("token", torch.bfloat16, cuda_graphs=True)
     graphs = engine._runner.graphs
