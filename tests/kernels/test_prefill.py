@@ -1,5 +1,7 @@
 """Prefill over pages against the reference, and the gathered layout byte by byte."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -148,6 +150,29 @@ def test_what_is_gathered(value_layout, granularity, device):
             assert_same_bits(v_scale[tokens], expected[3])
 
 
+@pytest.mark.parametrize("lengths", [(0, 33, 64, 0, 95, 0), (64, 64), (1,) * 40, (0,) * 5], ids=str)
+def test_a_launch_for_more_room_and_wider_tables(lengths, device):
+    """As a CUDA graph has them: the launch is the same for all lengths that fit the room."""
+    case = PagedCase(lengths=lengths, head_dim=32, page_size=16)
+    view = make_paged_view(case, device=device)
+    table = torch.nn.functional.pad(view.page_table, (0, 50))
+    wide = dataclasses.replace(view, page_table=table)
+    config, total = GatherConfig(block_tokens=32), sum(lengths)
+    k, v, _, _, cu_seqlens = gather(wide, E4M3, "rows", 500, config)
+    assert torch.equal(cu_seqlens, cumulative(lengths, device=device))
+    expected = gather(view, E4M3, "rows", total, config)
+    assert_same_bits(k[:total], expected[0])
+    assert_same_bits(v[:total], expected[1])
+
+
+def test_tokens_beyond_the_room_are_dropped(device):
+    case = PagedCase(lengths=(70, 50, 60), num_kv_heads=1, num_heads=1, head_dim=32, page_size=16)
+    view = make_paged_view(case, device=device)
+    k, *_, cu_seqlens = gather(view, E4M3, "rows", 100, GatherConfig(block_tokens=32))
+    assert cu_seqlens.tolist() == [0, 70, 100, 100]
+    assert_same_bits(k[70:], gather_kv(view, 1)[0][:30])
+
+
 def test_many_sequences_find_their_start(device):
     case = PagedCase(lengths=(1, 2) * 70, num_kv_heads=1, num_heads=1, head_dim=32, page_size=16)
     view = make_paged_view(case, device=device)
@@ -193,7 +218,7 @@ def test_sequences_are_on_the_axis_that_holds_them(monkeypatch):
 
     monkeypatch.setattr("octavo.kernels.prefill.triton._gather_kernel", Kernel())
     gather(many_sequences("cpu"), E4M3, "rows", 140_000)
-    assert grids == [(70_000,)]
+    assert grids == [(140_000 // 128 + 70_000,)]
 
 
 @pytest.mark.gpu

@@ -148,6 +148,11 @@ class DecoderAttention(Float32Buffers):
         """Whether keys and queries are multiplied by a Hadamard matrix."""
         return self.rotation is not None
 
+    @property
+    def scales_queries(self) -> bool:
+        """Whether queries of a prefill are quantized by the largest of them all."""
+        return self.dtype == E4M3.dtype and self.query_scale is None
+
     def extra_repr(self) -> str:
         """What is not in the buffers."""
         stored = "as they are" if self.dtype is None else f"{format_of(self.dtype)}"

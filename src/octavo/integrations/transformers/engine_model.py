@@ -5,7 +5,9 @@ tells them apart come as a keyword of the model, which reaches every attention f
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +26,7 @@ from octavo.integrations.transformers.saturation import Watch
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.joint_linear import join_named_
-from octavo.layers.linear import give_single_tokens_back, take_single_tokens
+from octavo.layers.linear import Fp8Linear, give_single_tokens_back, take_single_tokens
 from octavo.layers.saturation import WATCH
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
@@ -102,6 +104,16 @@ class EngineModel:
                 self._linears += take_single_tokens(part)
         self._joined = join_named_(self._decoder, JOINT)
 
+    @cached_property
+    def sees_padding(self) -> bool:
+        """Whether a token's result depends on the others of a step, by a scale for all."""
+        parts = (layer for part in self._parts() for layer in part.modules())
+        layers = (part for part in parts if isinstance(part, Fp8Linear))
+        return any(
+            isinstance(layer.activation, PerTensor) and layer.input_scale is None
+            for layer in layers
+        )
+
     def cache_spec(self, page_size: int) -> CacheSpec:
         """What the pages of all layers hold."""
         fp8 = [layer for layer in self.attention if layer.dtype is not None]
@@ -160,6 +172,24 @@ class EngineModel:
                 part.compile()
                 self._compiled.append(part)
 
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, what was compiled runs as it was before."""
+        before = [(part, part._compiled_call_impl) for part in self._compiled]
+        for part in self._compiled:
+            part._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for part, compiled in before:
+                part._compiled_call_impl = compiled
+
+    def stop_compiling(self) -> None:
+        """Let what was compiled run as it was before."""
+        for part in self._compiled:
+            part._compiled_call_impl = None
+        self._compiled = []
+
     def _parts(self) -> list[Any]:
         """The layers, and what makes logits of the last one's result."""
         decoder: Any = self._decoder
@@ -168,8 +198,7 @@ class EngineModel:
 
     def close(self) -> None:
         """Give the model back as it was."""
-        for part in self._compiled:
-            part._compiled_call_impl = None
+        self.stop_compiling()
         give_single_tokens_back(self._linears)
         for joint in self._joined:
             joint.split_()

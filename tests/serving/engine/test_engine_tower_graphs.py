@@ -1,0 +1,108 @@
+"""The engine's vision tower by CUDA graphs; on a CPU a padded pass stands in for each."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+import octavo
+from octavo.integrations.transformers import engine_images, vision_graphs
+from octavo.integrations.transformers.vision_graphs import VisionGraphs
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.request import Request, Sampling, gather
+from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models.vision_families import make_model, make_processor, place_images
+
+FP8 = octavo.Recipe(vision_attention="fp8")
+PARTS = ((5, 6, 7), [1], (8, 9), [6], (10,))
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The budgets that were replayed, each by the pass that its graph would hold."""
+    found = []
+
+    def replay(self, hidden_states, grid_thw, budget):
+        found.append(budget)
+        return self.run_padded(hidden_states, grid_thw)
+
+    monkeypatch.setattr(VisionGraphs, "objection", VisionGraphs._objection_to_attention)
+    monkeypatch.setattr(VisionGraphs, "replay", replay)
+    return found
+
+
+def make_engine(recipe=FP8, device="cpu", **settings):
+    options = {"page_size": 16, "num_pages": 16, "max_num_seqs": 4, **settings}
+    model = make_model("qwen3_vl").to(device)
+    return load_engine(model, recipe, EngineSettings(**options), image_processor=make_processor())
+
+
+def answer(engine):
+    tokens, images = place_images(list(PARTS))
+    sampling = Sampling(max_tokens=6, temperature=0)
+    engine.add(Request(request_id="a", prompt=tokens, images=images, sampling=sampling))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    found = gather(deltas)
+    assert found.finish_reason == "length"
+    return found.tokens
+
+
+def test_the_tower_replays_by_default(replays):
+    plain = make_engine(cuda_graphs=False)
+    truth = answer(plain)
+    assert replays == []
+    engine = make_engine()
+    assert engine._images.has_graphs
+    assert answer(engine) == truth
+    assert len(replays) == 1 and replays[0] in (256, 512)
+    model = engine.model
+    engine.close()
+    assert not engine._images.has_graphs
+    assert vision_graphs.GRAPHS not in vars(model.base_model.visual)
+
+
+def test_a_tower_without_a_recipe_stays_as_it_is(replays):
+    """Its attention asks the device for lengths, which no graph can."""
+    engine = make_engine(None)
+    assert not engine._images.has_graphs
+    assert answer(engine) and replays == []
+
+
+def test_a_cpu_has_no_graphs():
+    assert not make_engine()._images.has_graphs
+
+
+def test_a_tower_that_no_graph_can_hold(replays, monkeypatch, caplog):
+    truth = answer(make_engine(cuda_graphs=False))
+
+    def fail(self, *_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(VisionGraphs, "replay", fail)
+    engine = make_engine()
+    assert answer(engine) == truth
+    assert "runs without CUDA graphs, which failed: operation not permitted" in caplog.text
+    assert not engine._images.has_graphs
+
+
+def test_budgets_are_bounded(replays):
+    graphs = vars(make_engine().model.base_model.visual)[vision_graphs.GRAPHS]
+    assert graphs.budgets[0] == 256 and graphs.budgets[-1] == engine_images.MAX_PATCHES
+    assert graphs.max_sequences == engine_images.MAX_IMAGES
+
+
+@pytest.mark.gpu
+def test_the_tower_replays_by_default_on_a_gpu():
+    recipe = octavo.Recipe(vision_attention="bf16")
+    plain = make_engine(recipe, "cuda", cuda_graphs=False)
+    truth = answer(plain)
+    plain.close()
+    engine = make_engine(recipe, "cuda")
+    assert engine._images.has_graphs
+    assert answer(engine) == truth == answer(engine)
+    graphs = vars(engine.model.base_model.visual)[vision_graphs.GRAPHS]
+    assert graphs._captured
+    torch.cuda.synchronize()
+    engine.close()
