@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from octavo import Recipe, apply_, restore_
 from octavo.integrations.transformers import cache_rooms
 from octavo.integrations.transformers.cache_rooms import GRAPHS
+from octavo.layers.experts import Fp8ExpertLinear
 from octavo.testing.asserts import assert_no_waiting
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
@@ -92,6 +93,14 @@ def test_experts_are_replayed_or_it_is_told():
         assert_same(model, plain, make_prompts(3, LENGTH))
     is_told = any("without CUDA graphs" in str(one.message) for one in told)
     assert is_told == (counts(model)[1] == 0)
+
+
+def test_fp8_experts_are_replayed():
+    """Their routing is found on the device; no step waits for it."""
+    model, plain = make_pair("gpt_oss", RECIPES["kv + linear"])
+    assert any(isinstance(module, Fp8ExpertLinear) for module in model.modules())
+    assert_same(model, plain, make_prompts(3, LENGTH))
+    assert counts(model) == (1, 38)
 
 
 def test_beams():

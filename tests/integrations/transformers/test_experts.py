@@ -272,6 +272,17 @@ def test_the_engine_runs_them():
     assert list(completion.tokens) == expected.tolist()
 
 
+@pytest.mark.parametrize("activation", ["token", "tensor"])
+def test_the_engine_knows_which_see_padding(activation):
+    """With one scale for all tokens, those that pad a step would change the others."""
+    model = make_mixture("qwen3_moe")
+    changes = quantize_(model, {"activation": activation}, ignored_layers=["self_attn"])
+    assert changes.layers["linear"] == changes.experts["linear"]
+    engine = make_engine(model)
+    assert engine._model.sees_padding == (activation == "tensor")
+    engine.close()
+
+
 def test_a_layer_that_is_put_by_hand():
     """The pieces by themselves: one weight in FP8, in place of a mixture's own."""
     module = mixtures(make_mixture("gpt_oss"))[NAME]
@@ -306,7 +317,7 @@ def test_families_on_a_gpu(family):
 
 
 @pytest.mark.gpu
-def test_decode_graphs_of_the_engine_on_a_gpu():
+def test_graphs_of_the_engine_on_a_gpu():
     """Tokens are those of steps without graphs: the routing is found inside them."""
     found = []
     for has_graphs in (False, True):
@@ -314,5 +325,6 @@ def test_decode_graphs_of_the_engine_on_a_gpu():
         engine = make_engine(model, Recipe(linear="fp8"), cuda_graphs=has_graphs)
         requests = [make_request(str(i), prompt=tuple(range(1 + i, 12 + i))) for i in range(3)]
         found.append([list(one.tokens) for one in run_engine(engine, *requests)])
+        assert engine.has_graphs == has_graphs
         engine.close()
     assert found[0] == found[1] and all(map(len, found[0]))

@@ -6,11 +6,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 import octavo
-from octavo.integrations.transformers import engine_images, vision_graphs
+from octavo.errors import ConfigError
+from octavo.integrations.patch import is_patched
+from octavo.integrations.transformers import engine_images, tower_graphs, vision_graphs
 from octavo.integrations.transformers.vision_graphs import VisionGraphs
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.cpu_graphs import use_cpu_graphs
 from octavo_testkit.models.vision_families import make_model, make_processor, place_images
 
 FP8 = octavo.Recipe(vision_attention="fp8")
@@ -31,9 +34,9 @@ def replays(monkeypatch):
     return found
 
 
-def make_engine(recipe=FP8, device="cpu", **settings):
+def make_engine(recipe=FP8, device="cpu", model=None, **settings):
     options = {"page_size": 16, "num_pages": 16, "max_num_seqs": 4, **settings}
-    model = make_model("qwen3_vl").to(device)
+    model = make_model("qwen3_vl").to(device) if model is None else model
     return load_engine(model, recipe, EngineSettings(**options), image_processor=make_processor())
 
 
@@ -91,6 +94,36 @@ def test_budgets_are_bounded(replays):
     graphs = vars(make_engine().model.base_model.visual)[vision_graphs.GRAPHS]
     assert graphs.budgets[0] == 256 and graphs.budgets[-1] == engine_images.MAX_PATCHES
     assert graphs.max_sequences == engine_images.MAX_IMAGES
+
+
+@pytest.mark.parametrize("has_graphs", [None, False], ids=["default", "none"])
+def test_graphs_of_apply_make_way(replays, monkeypatch, has_graphs):
+    """While the engine has a model, its tower has the engine's graphs or none."""
+    use_cpu_graphs(monkeypatch, tower_graphs)
+    truth = answer(make_engine(cuda_graphs=False))
+    model = make_model("qwen3_vl")
+    octavo.apply_(model, FP8)
+    tower = model.base_model.visual
+    assert tower.forward.func is tower_graphs.shaped_forward
+    engine = make_engine(None, model=model, cuda_graphs=has_graphs)
+    assert not is_patched(tower, tower_graphs.AUTOMATIC)
+    for _ in range(3):
+        assert answer(engine) == truth
+    assert engine._images.has_graphs == bool(replays) == (has_graphs is None)
+    engine.close()
+    assert tower.forward.func is tower_graphs.shaped_forward
+    octavo.restore_(model)
+    assert "forward" not in vars(tower)
+
+
+def test_a_refused_model_keeps_its_graphs():
+    model = make_model("qwen3_vl")
+    octavo.apply_(model, FP8)
+    with pytest.raises(ConfigError, match="restore_ it first"):
+        make_engine(FP8, model=model)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        make_engine(None, model=model, max_num_batched_tokens=1)
+    assert is_patched(model.base_model.visual, tower_graphs.AUTOMATIC)
 
 
 @pytest.mark.gpu

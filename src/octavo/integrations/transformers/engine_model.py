@@ -18,13 +18,20 @@ from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply_model import apply_vision_, read_scales, skipped_layers
 from octavo.integrations.patch import undo_patches_
-from octavo.integrations.transformers import engine_images, kv_cache, text, vision
+from octavo.integrations.transformers import (
+    engine_images,
+    kv_cache,
+    text,
+    tower_graphs,
+    vision,
+)
 from octavo.integrations.transformers.decoder_layers import check_call, install, make_layers
 from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.joint_projections import JOINT
 from octavo.integrations.transformers.saturation import Watch
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.joint_linear import join_named_
 from octavo.layers.linear import Fp8Linear, give_single_tokens_back, take_single_tokens
 from octavo.layers.saturation import WATCH
@@ -97,6 +104,8 @@ class EngineModel:
         self._compiled: list[Any] = []
         self._linears: list[nn.Linear] = []
         apply_vision_(model, recipe, vision_impl=vision_impl)
+        # The engine has graphs of its own, if any, and plans the memory that they take.
+        self._had_tower_graphs = tower_graphs.detach(model)
         _install(model, made)
         # Last: a model that something above refuses stays as it was.
         if self.device.type == "cuda":
@@ -108,7 +117,7 @@ class EngineModel:
     def sees_padding(self) -> bool:
         """Whether a token's result depends on the others of a step, by a scale for all."""
         parts = (layer for part in self._parts() for layer in part.modules())
-        layers = (part for part in parts if isinstance(part, Fp8Linear))
+        layers = (part for part in parts if isinstance(part, Fp8Linear | Fp8ExpertLinear))
         return any(
             isinstance(layer.activation, PerTensor) and layer.input_scale is None
             for layer in layers
@@ -206,6 +215,8 @@ class EngineModel:
         undo_patches_(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)
+        if self._had_tower_graphs:
+            tower_graphs.attach(self.model)
 
 
 def attend(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.calibration.autosave import not_counted
-from octavo.integrations.patch import begin_patch
+from octavo.integrations.patch import begin_patch, find_patched, undo_patches_
 from octavo.integrations.transformers.graph_capture import (
     DEVICES,
     NotCapturedError,
@@ -194,6 +194,13 @@ def attach(model: nn.Module) -> str:
             f"about {seconds:.1f} s, once"
         )
     return "; ".join(told)
+
+
+def detach(model: nn.Module) -> bool:
+    """Undo `attach`, and free the graphs; returns whether there was something to undo."""
+    had_graphs = bool(find_patched(model, AUTOMATIC))
+    undo_patches_(model, AUTOMATIC)
+    return had_graphs
 
 
 def shaped_forward(
