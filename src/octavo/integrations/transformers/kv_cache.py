@@ -23,6 +23,7 @@ from octavo.integrations.transformers.fused_forward import Forward
 from octavo.integrations.transformers.paged_steps import Pass, Sequences
 from octavo.integrations.transformers.saturation import Watch
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.recipe import KvCacheSettings
 
 FEATURE = "kv_cache"
@@ -34,7 +35,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    promote_every: int | None = 1,
+    spec: AttentionSpec = PLAIN,
 ) -> list[str]:
     """Give a decoder a paged cache in FP8; returns the names of the layers in FP8.
 
@@ -44,9 +45,7 @@ def attach(
 
     check_stock_cache(model)
     _, decoder = text.find_decoder(model)
-    made = make_layers(
-        model, settings, skip_layers=skip_layers, scales=scales, promote_every=promote_every
-    )
+    made = make_layers(model, settings, skip_layers=skip_layers, scales=scales, spec=spec)
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
     install(model, made, IMPLEMENTATION, FEATURE, _find_forwards(model, made))

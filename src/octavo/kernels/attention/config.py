@@ -14,6 +14,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 SHORT = 64
 # Bytes of shared memory beside the tiles; as compiled for sm_90, with room to spare.
 SHARED_EXTRA = 1024
+HOPPER_SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,25 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """Launch settings of the kernel for Hopper: 128 queries a program, block_n keys at a time.
+    """Launch settings of the kernel for Hopper: 64 queries a warpgroup, block_n keys at a time.
 
-    has_ones: the tensor core adds up the rows of P, too. has_one_loop: tiles that hide keys are not
-    apart, which saves registers. is_persistent: a program for each SM does one tile of queries
-    after the other.
+    num_consumers: warpgroups of a program that attend. has_ones: the tensor core adds up the rows
+    of P, too. has_one_loop: tiles that hide keys are not apart, which saves registers.
+    encodes_first: P of a tile is made by codes before the next logits begin. is_persistent: a
+    program for each SM does one tile of queries after the other. is_longest_first: of a causal call
+    the longest tiles of all heads come first. part_width: columns of P·V at a time where those of a
+    tile have no registers, which is two-level accumulation of head_dims above 128.
     """
 
     block_n: int = 128
     num_stages: int = 4
+    num_consumers: int = 2
     has_ones: bool = False
     has_one_loop: bool = False
+    encodes_first: bool = False
     is_persistent: bool = False
+    is_longest_first: bool = False
+    part_width: int = 32
 
 
 def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
@@ -59,18 +67,38 @@ def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
     Where jobs differ in length the hardware deals them out better than a program for each SM does,
     and what hides keys takes the registers that a loop over jobs needs.
     """
+    has_codes = spec.exponentials == "codes"
     if head_dim <= 80:
         is_plain = not spec.causal and spec.window is None and spec.softcap is None
-        return GluonConfig(has_ones=True, is_persistent=is_plain)
-    if head_dim < 128:
-        return GluonConfig(has_ones=True, has_one_loop=True)
-    return GluonConfig(block_n=128 if head_dim == 128 else 64)
+        return GluonConfig(has_ones=True, is_persistent=is_plain, encodes_first=has_codes)
+    if head_dim <= 128:
+        has_ones = head_dim < 128
+        # At 128, codes that come first spill a little, but with a cap those that do not spill most.
+        is_first = has_codes and (has_ones or spec.softcap is not None)
+        return GluonConfig(has_ones=has_ones, has_one_loop=has_ones, encodes_first=is_first)
+    return GluonConfig(block_n=64)
 
 
-def is_valid_gluon(config: GluonConfig) -> bool:
+def is_valid_gluon(config: GluonConfig, head_dim: int, spec: AttentionSpec) -> bool:
     """Whether a launch of Hopper's kernel with these settings is possible, and right."""
-    sizes = (config.block_n, config.num_stages)
-    return all(size >= 2 and size & (size - 1) == 0 for size in sizes)
+    sizes = (config.block_n, config.num_stages, config.part_width)
+    if any(size & (size - 1) for size in sizes) or config.num_consumers not in (2, 3):
+        return False
+    if (
+        not 32 <= config.block_n <= 256
+        or config.num_stages < 2
+        or config.part_width not in (32, 64)
+    ):
+        return False
+    # Part by part, P is read until after the next logits would have begun.
+    is_by_parts = head_dim > 128 and spec.promote_every is not None
+    if config.encodes_first and (spec.exponentials != "codes" or is_by_parts):
+        return False
+    (main, rest), values = split_head_dim(head_dim, is_fp8_operand=True)
+    queries = 64 * config.num_consumers * (2 if config.is_persistent else 1) * (main + rest)
+    tiles = config.num_stages * config.block_n * (main + rest + sum(values))
+    ones = 8 * config.block_n
+    return queries + tiles + ones + SHARED_EXTRA <= HOPPER_SHARED_BYTES
 
 
 def hopper_objection(
@@ -88,15 +116,14 @@ def hopper_objection(
         return f"it is made for compute capability 9.0, got {major}.{minor}"
     if any(dtype != torch.float8_e4m3fn for dtype in dtypes):
         return f"it takes e4m3, got {dtypes[0]} and {dtypes[1]}"
-    if head_dim is not None and not 64 <= head_dim <= 192:
-        return f"head_dim must lie in 64 … 192, got {head_dim}"
+    if head_dim is not None and not 64 <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim must lie in 64 … {MAX_HEAD_DIM}, got {head_dim}"
     if granularity == "token":
         return "scales per token and head are Triton's"
     refused = {
         "key_mask": "a key mask is Triton's",
         "mixed": "keys and values must have one dtype",
-        "one-level": "it always accumulates in two levels",
-        "promote-later": "it promotes after every tile",
+        "promote-later": "it promotes after every tile or never",
     }
     if found := sorted(features & refused.keys()):
         return refused[found[0]]
