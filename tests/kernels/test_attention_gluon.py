@@ -35,11 +35,11 @@ from octavo_testkit.kernels.attention_checks import rounding_of
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192, 224, 256)
-CODES = AttentionSpec(exponentials="codes")
+EXACT, CODES = (AttentionSpec(exponentials=how) for how in ("exact", "codes"))
 MODES = [
-    AttentionSpec(),
+    EXACT,
     CODES,
-    AttentionSpec(promote_every=None),
+    replace(EXACT, promote_every=None),
     replace(CODES, promote_every=None),
 ]
 hopper = pytest.mark.skipif(
@@ -90,12 +90,12 @@ def test_again_with_other_tensors(head_dim, granularity):
 
 
 SPECS = [
-    AttentionSpec(causal=True),
-    AttentionSpec(window=5),
-    AttentionSpec(window=170),
-    AttentionSpec(causal=True, window=40),
-    AttentionSpec(softcap=3.0),
-    AttentionSpec(causal=True, softcap=20.0, window=300, softmax_scale=0.3),
+    replace(EXACT, causal=True),
+    replace(EXACT, window=5),
+    replace(EXACT, window=170),
+    replace(EXACT, causal=True, window=40),
+    replace(EXACT, softcap=3.0),
+    replace(EXACT, causal=True, softcap=20.0, window=300, softmax_scale=0.3),
     *(
         replace(CODES, causal=causal, window=window)
         for causal, window in ((True, None), (True, 40))
@@ -222,29 +222,26 @@ def test_strided_and_unaligned_operands():
 
 CONFIGS = [
     *((head_dim, GluonConfig()) for head_dim in (64, 72, 96)),
-    *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 80, 96, 128)),
-    *((head_dim, GluonConfig(num_stages=2)) for head_dim in (64, 72)),
-    *((head_dim, GluonConfig(num_stages=8, has_ones=True)) for head_dim in (64, 72)),
+    *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 128)),
+    (72, GluonConfig(num_stages=2)),
+    (64, GluonConfig(num_stages=8, has_ones=True)),
     (128, GluonConfig(num_stages=2)),
-    *((64, GluonConfig(block_n=64, has_ones=has_ones)) for has_ones in (False, True)),
-    *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 104, 128)),
-    *((head_dim, GluonConfig(is_persistent=True, has_ones=True)) for head_dim in (64, 72, 80)),
+    (64, GluonConfig(block_n=64)),
+    *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 128)),
+    (80, GluonConfig(is_persistent=True, has_ones=True)),
     (72, GluonConfig(is_persistent=True, num_stages=2)),
     *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192, 256)),
-    *((head_dim, GluonConfig(block_n=64, num_consumers=3)) for head_dim in (64, 72)),
+    (72, GluonConfig(block_n=64, num_consumers=3)),
     *((64, GluonConfig(is_longest_first=True, is_persistent=is_kept)) for is_kept in (False, True)),
 ]
 CODES_CONFIGS = [
-    *((head_dim, GluonConfig(encodes_first=True)) for head_dim in (64, 72, 80, 96, 128)),
-    *((head_dim, GluonConfig()) for head_dim in (64, 72, 80, 96, 128)),
-    *((head_dim, GluonConfig(block_n=64)) for head_dim in (64, 128, 136, 160, 192, 256)),
-    *((head_dim, GluonConfig(block_n=64, part_width=64)) for head_dim in (136, 256)),
-    *(
-        (64, GluonConfig(block_n=64, num_consumers=3, encodes_first=first))
-        for first in (False, True)
-    ),
-    (72, GluonConfig(block_n=64, num_consumers=3, encodes_first=True, is_persistent=True)),
-    (128, GluonConfig(encodes_first=True, is_persistent=True, is_longest_first=True)),
+    *((head_dim, GluonConfig()) for head_dim in (64, 72, 96, 128)),
+    *((head_dim, GluonConfig(block_n=256, num_stages=2)) for head_dim in (64, 80, 128)),
+    *((head_dim, GluonConfig(block_n=64)) for head_dim in (64, 136, 256)),
+    (256, GluonConfig(block_n=64, part_width=64)),
+    (64, GluonConfig(num_consumers=3)),
+    (72, GluonConfig(block_n=256, num_stages=2, is_persistent=True)),
+    (128, GluonConfig(is_persistent=True, is_longest_first=True)),
 ]
 
 
@@ -252,11 +249,7 @@ CODES_CONFIGS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "head_dim", "config"),
-    [
-        (spec, *case)
-        for spec, cases in ((AttentionSpec(), CONFIGS), (CODES, CODES_CONFIGS))
-        for case in cases
-    ],
+    [(spec, *case) for spec, cases in ((EXACT, CONFIGS), (CODES, CODES_CONFIGS)) for case in cases],
     ids=str,
 )
 def test_other_settings(spec, head_dim, config):
@@ -304,8 +297,7 @@ def test_defaults_are_valid(head_dim):
         ({"part_width": 128}, 256, CODES),
         ({"num_stages": 8}, 128, CODES),
         ({"block_n": 64, "num_stages": 8}, 256, CODES),
-        ({"encodes_first": True}, 128, AttentionSpec()),
-        ({"encodes_first": True, "block_n": 64}, 192, CODES),
+        ({"block_n": 256}, 128, CODES),
     ],
 )
 def test_settings_that_are_not_valid(changes, head_dim, spec):
@@ -431,7 +423,7 @@ def test_a_sink_takes_nothing_from_codes(strength, place):
     inputs = dense(batch=1, q_len=130, kv_len=2048, head_dim=128, spec=CODES)
     inputs["k"], inputs["q"] = with_sink(inputs, strength, place)
     # q·k cuts off 13 bits below the sink's largest product, in the model as well.
-    check(inputs, rounding=rounding_of(CODES, default_gluon(128, CODES)))
+    check(inputs, rounding=rounding_of(CODES, default_gluon(128, CODES), 128))
 
 
 def with_sink(inputs, strength, place):
@@ -459,7 +451,7 @@ def test_the_sink_is_as_strong_as_it_says(strength):
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [GluonConfig(), GluonConfig(encodes_first=True)], ids=str)
+@pytest.mark.parametrize("config", [GluonConfig(), GluonConfig(block_n=256)], ids=str)
 def test_nan_stays_nan_in_codes(config):
     inputs = dense(batch=1, q_len=130, kv_len=300, head_dim=64, spec=CODES)
     k = inputs["k"].view(torch.uint8).clone()

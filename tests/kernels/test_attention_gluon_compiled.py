@@ -78,7 +78,6 @@ def compiled(head_dim, *used, exponentials="exact", promote_every=1):
             "HAS_CODES": has_codes,
             "IS_ONE_LEVEL": is_one_level,
             "HAS_ONES": has_ones,
-            "ENCODES_FIRST": config.encodes_first,
             "HAS_ONE_LOOP": config.has_one_loop,
             "IS_PERSISTENT": config.is_persistent,
             "IS_LONGEST_FIRST": spec.causal and config.is_longest_first,

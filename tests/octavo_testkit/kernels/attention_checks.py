@@ -1,8 +1,10 @@
 """Hopper's attention kernel against float64 and against a model that rounds where it does."""
 
+from dataclasses import replace
+
 import torch
 
-from octavo.kernels.attention.config import default_gluon
+from octavo.kernels.attention.config import default_gluon, takes_codes
 from octavo.numerics.accumulator import HOPPER_FP8
 from octavo.reference import attention as reference
 from octavo.reference.qkv import transpose_values
@@ -30,9 +32,9 @@ def run(attention, inputs, config=None):
     )
 
 
-def rounding_of(spec, config, accumulator=HOPPER_FP8):
+def rounding_of(spec, config, head_dim, accumulator=HOPPER_FP8):
     """Where the kernel rounds, with Hopper's accumulator: what sums of rows are made of."""
-    has_codes = spec.exponentials == "codes"
+    has_codes = takes_codes(head_dim, spec)
     return Rounding(E4M3, accumulator, config.has_ones or has_codes, has_codes)
 
 
@@ -41,13 +43,17 @@ def check(attention, inputs, config=None, rounding=None, accumulator=HOPPER_FP8)
     call = reference.attention if "packing" not in inputs else reference.varlen_attention
     truth, truth_lse = call(**inputs, compute=torch.float64)
     spec = inputs["spec"]
-    config = config or default_gluon(inputs["q"].shape[-1], spec)
+    head_dim = inputs["q"].shape[-1]
+    config = config or default_gluon(head_dim, spec)
     if rounding is None:
-        rounding = kernel_rounding(E4M3, spec)
+        is_by_codes = takes_codes(head_dim, spec)
+        rounding = kernel_rounding(
+            E4M3, replace(spec, exponentials="codes" if is_by_codes else "exact")
+        )
         if accumulator is None:
             rounding = Rounding(E4M3, None, rounding.has_rounded_sums, rounding.has_codes)
     model, _ = call(**inputs, rounding=rounding)
-    _, model_lse = call(**inputs, rounding=rounding_of(spec, config, accumulator))
+    _, model_lse = call(**inputs, rounding=rounding_of(spec, config, head_dim, accumulator))
     out, lse = run(attention, inputs, config)
     assert_within_budget(out, truth=truth, model=model)
     assert_within_budget(lse, truth=truth_lse, model=model_lse)

@@ -202,16 +202,25 @@ class Language:
             return exp2(args[0])
         if match := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", asm):
             return self._named_barrier(match[1], int(match[2]), int(match[3]))
+        if "max.s32" in asm:
+            return self._maxima(args[0])
         if "vote.sync" in asm:
-            here = args[0]
-            anywhere = here.reshape(4, 16).any(1, keepdim=True).expand(4, 16).reshape(64)
-            return here | torch.where(anywhere, 2, 0)
+            rows = args[0].any(1, keepdim=True).to(torch.int32)  # of [64, 4]: a warp has 16
+            anywhere = rows.reshape(4, 16).any(1, keepdim=True).expand(4, 16).reshape(64, 1)
+            return as_registers((rows | torch.where(anywhere, 2, 0)).expand(64, 4))
         if asm.startswith("mov.b32 $0, $1"):
             words = args[0][..., 0].contiguous()
             return as_registers(
                 words.as_subclass(torch.Tensor).to(torch.int32).view(torch.uint8)
             ).view(*words.shape, 4)
         return run_ptx(asm, args, pack)
+
+    def _maxima(self, bits):
+        """Of each thread's keys in a row the largest logit, in the place of the first of them."""
+        by_thread = bits.as_subclass(torch.Tensor).view(64, -1, 4, 2)
+        found = by_thread.clone()
+        found[:, 0, :, 0] = self._extreme(by_thread.permute(0, 2, 1, 3).flatten(2), 2, 1)
+        return as_registers(found.view(bits.shape))
 
     def _named_barrier(self, kind, number, num_threads):
         """Barriers of two warpgroups: 128 threads arrive, and 128 wait."""

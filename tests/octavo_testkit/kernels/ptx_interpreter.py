@@ -111,13 +111,11 @@ class _Ptx:
                 made = exp2(x[0]).as_subclass(torch.Tensor)
             case "cvt.rn.satfinite.e4m3x2.f32":
                 made = _e4m3(x[1]) | _e4m3(x[0]) << 8
-            case "cvt.rn.relu.f16x2.f32":
+            case "cvt.rn.satfinite.relu.f16x2.f32":
                 made = _half_bits(_relu_half(x[1])) | _half_bits(_relu_half(x[0])) << 16
-            case "add.rn.f16x2":
-                halves = [
-                    _half_bits(_half(x[0] >> shift) + _half(x[1] >> shift)) for shift in (0, 16)
-                ]
-                made = halves[0] | halves[1] << 16
+            case "fma.rn.f16x2":
+                halves = [_half_fma(*(_half(y >> shift) for y in x)) for shift in (0, 16)]
+                made = _half_bits(halves[0]) | _half_bits(halves[1]) << 16
             case "prmt.b32":
                 made = torch.zeros_like(x[0])
                 for i in range(4):
@@ -131,9 +129,13 @@ class _Ptx:
 
 
 def _relu_half(x):
-    """float32 to float16, clipped below 0; NaN stays."""
+    """float32 to float16 from 0 to the largest finite number; NaN stays."""
     half = x.as_subclass(torch.Tensor).half()
-    return torch.where(half.isnan(), half, half.clamp(min=0))
+    return torch.where(half.isnan(), half, half.clamp(min=0, max=65504))
+
+
+def _half_fma(a, b, c):
+    return (a.double() * b.double() + c.double()).half()
 
 
 def _half_bits(half):

@@ -107,7 +107,9 @@ class T(torch.Tensor):
         return self[..., 0], self[..., 1]
 
     def to(self, dtype, bitcast=False):
-        return self if bitcast else torch.Tensor.to(self, dtype)
+        if bitcast and dtype == torch.float32 and not self.is_floating_point():
+            return as_registers(self.as_subclass(torch.Tensor).to(torch.int32).view(dtype))
+        return self if bitcast else torch.Tensor.to(self, dtype)  # FP8 is bytes here
 
 
 def as_registers(x):

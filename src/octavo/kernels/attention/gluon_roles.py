@@ -1,9 +1,8 @@
 """What the warps of Hopper's attention kernel do: one copies tiles, warpgroups attend to them.
 
-A warpgroup has 64 queries. The tensor core works on P·V of one tile while the row maxima of the
-next are found, and on q·kᵀ of the one after while its P is made; or P is made before that begins,
-while P·V is still under way. The sums of a tile start from zero and are added up in float32:
-two-level accumulation, which costs no more than the rescaling it replaces.
+A warpgroup has 64 queries. While the tensor core works for one warpgroup, the other makes P. The
+sums of a tile start from zero and are added up in float32: two-level accumulation, which costs no
+more than the rescaling it replaces.
 """
 
 from octavo.internals import internals, require
@@ -121,12 +120,11 @@ def consume(tiles, shared, work, results, W: gl.constexpr):
 def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
     """64 queries: logits, P, weighted values, tile after tile."""
     logits = scale_logits(job, results, tiles)
-    num_tiles = job.num_tiles
     row = job.first_row + W * ROWS
     rows = begin_rows(tiles)
     sums = begin_sums(tiles)
     accs = _begin_accs(tiles)
-    if num_tiles > 0:
+    if job.num_tiles > 0:
         slot, phase = place_in_ring(count, 2)
         mbarrier.wait(shared.has_q.index(slot), phase)
         q, q2 = _queries(shared, slot * tiles.NUM_CONSUMERS + W, tiles)
@@ -137,51 +135,133 @@ def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
         s = hide_keys(cap_logits(s, logits, tiles), tiles, job, job.tile(0), row)
         rows, shrink, votes = refer(s, rows, logits, tiles)
         x = exponents(s, rows, logits, tiles)
-        stage, phase = place_in_ring(base + 1, tiles.NUM_STAGES)
-        mbarrier.wait(shared.full.index(stage), phase)
-        s = _multiply_keys(q, q2, shared, stage, tiles)
-        if W == 1:
-            _pass_turn(num_tiles, tiles, W)
-        words, sums = encode(x, votes, sums, shrink, tiles)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        if tiles.IS_PACKED:
-            clear_strangers(shared, job, stage, tiles)
-        # Tiles that hide keys come first, unless a window hides some at the other end as well.
-        num_hiding = num_hiding_tiles(tiles, job, row)
-        fixed = (q, q2, row, base, logits, shared, tiles, job)
-        state = (s, words, rows, sums, shrink, accs)
-        if tiles.IS_CAUSAL or tiles.HAS_ONE_LOOP:
-            for j in range(1, num_hiding):
-                state = _step(j, state, fixed, W, True)
-        if not tiles.HAS_ONE_LOOP:
-            for j in range(num_hiding, num_tiles):
-                state = _step(j, state, fixed, W, False)
-        s, words, rows, sums, shrink, accs = state
-        mbarrier.arrive(shared.q_free.index(slot), count=1)
-        stage, _ = place_in_ring(base + num_tiles - 1, tiles.NUM_STAGES)
-        mbarrier.arrive(shared.empty.index(stage), count=1)
-        # The last turn: each takes and passes as often as the other, so that no job finds a turn
-        # that another one left.
-        _take_turn(num_tiles, tiles, W)
-        stage, _ = place_in_ring(base + num_tiles, tiles.NUM_STAGES)
-        p = as_operand(words, tiles.BLOCK_N, tiles.o_layout)
-        under_way = _begin_values(p, accs, shrink, shared, stage, tiles)
-        if W == 0:
-            _pass_turn(num_tiles, tiles, W)
-        accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
-        mbarrier.arrive(shared.empty.index(stage), count=1)
+        # The first tile has no logits that are waited for, and no turn.
+        fixed = (q, q2, row, base, slot, logits, shared, tiles, job)
+        first = (x, votes, rows, sums, shrink, accs)
+        if tiles.HAS_CODES:
+            rows, sums, accs = _go_on_by_codes(first, fixed)
+        else:
+            rows, sums, accs = _go_on_exactly(first, fixed, W)
     store_results(accs, sums, rows, logits.factor, job, row, results, tiles)
 
 
 @gluon.jit
-def _step(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
-    """P·V of tile j − 1 beside row maxima of tile j; its P beside q·kᵀ of tile j + 1, or before.
+def _go_on_by_codes(first, fixed):
+    """(rows, sums, accs) after all tiles but the first, of which x is known.
 
-    The logits' registers are free for the next ones as soon as P or its exponents are made of them.
-    After the last tile the products are of what its stage held before, and nobody reads them.
+    The tensor core works on P·V of one tile and q·kᵀ of the next; P is made while it works for the
+    other warpgroup.
+    """
+    x, votes, rows, sums, shrink, accs = first
+    q, q2, row, base, slot, logits, shared, tiles, job = fixed
+    stage, _ = place_in_ring(base, tiles.NUM_STAGES)
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    words, sums = encode(x, votes, sums, shrink, tiles)
+    if tiles.IS_PACKED:
+        stage, phase = place_in_ring(base + 1, tiles.NUM_STAGES)
+        mbarrier.wait(shared.full.index(stage), phase)
+        clear_strangers(shared, job, stage, tiles)
+    num_hiding = num_hiding_tiles(tiles, job, row)
+    state = (words, rows, sums, shrink, accs)
+    if tiles.IS_CAUSAL or tiles.HAS_ONE_LOOP:
+        for j in range(1, num_hiding):
+            state = _step_by_codes(j, state, fixed, True)
+    if not tiles.HAS_ONE_LOOP:
+        for j in range(num_hiding, job.num_tiles):
+            state = _step_by_codes(j, state, fixed, False)
+    words, rows, sums, shrink, accs = state
+    mbarrier.arrive(shared.q_free.index(slot), count=1)
+    stage, phase = place_in_ring(base + job.num_tiles, tiles.NUM_STAGES)
+    mbarrier.wait(shared.full.index(stage), phase)
+    p = as_operand(words, tiles.BLOCK_N, tiles.o_layout)
+    under_way = _begin_values(p, accs, shrink, shared, stage, tiles)
+    accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    return rows, sums, accs
+
+
+@gluon.jit
+def _step_by_codes(j, state, fixed, HIDES: gl.constexpr):
+    """P·V of tile j − 1 and q·kᵀ of tile j, then P of tile j."""
+    words, rows, sums, shrink, accs = state
+    q, q2, row, base, _, logits, shared, tiles, job = fixed
+    stage, phase = place_in_ring(base + j, tiles.NUM_STAGES)
+    mbarrier.wait(shared.full.index(stage), phase)
+    p = as_operand(words, tiles.BLOCK_N, tiles.o_layout)
+    under_way = _begin_values(p, accs, shrink, shared, stage, tiles)
+    if tiles.HAS_JOINT_PRODUCTS:
+        s = _multiply_keys(q, q2, shared, stage, tiles)
+        NUM_BEGUN: gl.constexpr = 2 if tiles.D2 > 0 else 1
+        accs, sums = _end_values(
+            under_way, p, words, accs, sums, shrink, shared, stage, tiles, NUM_BEGUN
+        )
+    else:
+        accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
+        s = _multiply_keys(q, q2, shared, stage, tiles)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    s = cap_logits(s, logits, tiles)
+    if HIDES:
+        s = hide_keys(s, tiles, job, job.tile(j), row)
+    rows, shrink, votes = refer(s, rows, logits, tiles)
+    words, sums = encode(exponents(s, rows, logits, tiles), votes, sums, shrink, tiles)
+    return words, rows, sums, shrink, accs
+
+
+@gluon.jit
+def _go_on_exactly(first, fixed, W: gl.constexpr):
+    """(rows, sums, accs) after all tiles but the first, of which x is known.
+
+    The tensor core works on P·V of one tile while the row maxima of the next are found, and on q·kᵀ
+    of the one after while exponentials are taken; the two warpgroups do so by turns.
+    """
+    x, votes, rows, sums, shrink, accs = first
+    q, q2, row, base, slot, logits, shared, tiles, job = fixed
+    num_tiles = job.num_tiles
+    stage, phase = place_in_ring(base + 1, tiles.NUM_STAGES)
+    mbarrier.wait(shared.full.index(stage), phase)
+    s = _multiply_keys(q, q2, shared, stage, tiles)
+    if W == 1:
+        _pass_turn(num_tiles, tiles, W)
+    words, sums = encode(x, votes, sums, shrink, tiles)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if tiles.IS_PACKED:
+        clear_strangers(shared, job, stage, tiles)
+    # Tiles that hide keys come first, unless a window hides some at the other end as well.
+    num_hiding = num_hiding_tiles(tiles, job, row)
+    state = (s, words, rows, sums, shrink, accs)
+    if tiles.IS_CAUSAL or tiles.HAS_ONE_LOOP:
+        for j in range(1, num_hiding):
+            state = _step_exactly(j, state, fixed, W, True)
+    if not tiles.HAS_ONE_LOOP:
+        for j in range(num_hiding, num_tiles):
+            state = _step_exactly(j, state, fixed, W, False)
+    s, words, rows, sums, shrink, accs = state
+    mbarrier.arrive(shared.q_free.index(slot), count=1)
+    stage, _ = place_in_ring(base + num_tiles - 1, tiles.NUM_STAGES)
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    # The last turn: each takes and passes as often as the other, so that no job finds a turn that
+    # another one left.
+    _take_turn(num_tiles, tiles, W)
+    stage, _ = place_in_ring(base + num_tiles, tiles.NUM_STAGES)
+    p = as_operand(words, tiles.BLOCK_N, tiles.o_layout)
+    under_way = _begin_values(p, accs, shrink, shared, stage, tiles)
+    if W == 0:
+        _pass_turn(num_tiles, tiles, W)
+    accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    return rows, sums, accs
+
+
+@gluon.jit
+def _step_exactly(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
+    """P·V of tile j − 1 beside row maxima of tile j, then q·kᵀ of tile j + 1 beside P of tile j.
+
+    The logits' registers are free for the next ones as soon as exponents are made of them. After
+    the last tile the products are of what its stage held before, and nobody reads them.
     """
     s, words, rows, sums, shrink, accs = state
-    q, q2, row, base, logits, shared, tiles, job = fixed
+    q, q2, row, base, _, logits, shared, tiles, job = fixed
     before, _ = place_in_ring(base + j - 1, tiles.NUM_STAGES)
     stage, _ = place_in_ring(base + j, tiles.NUM_STAGES)
     next_stage, next_phase = place_in_ring(base + j + 1, tiles.NUM_STAGES)
@@ -192,26 +272,14 @@ def _step(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
     if HIDES:
         s = hide_keys(s, tiles, job, job.tile(j), row)
     rows, new_shrink, votes = refer(s, rows, logits, tiles)
-    if tiles.ENCODES_FIRST:
-        x = exponents(s, rows, logits, tiles)
-        read = words
-        words, sums = encode(x, votes, sums, new_shrink, tiles)
-        mbarrier.arrive(shared.empty.index(before), count=1)
-        mbarrier.wait(shared.full.index(next_stage), next_phase)
-        s = _multiply_keys(q, q2, shared, next_stage, tiles)
-        NUM_BEGUN: gl.constexpr = 2 if tiles.D2 > 0 else 1
-        accs, sums = _end_values(
-            under_way, p, read, accs, sums, shrink, shared, stage, tiles, NUM_BEGUN
-        )
-    else:
-        accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
-        x = exponents(s, rows, logits, tiles)
-        mbarrier.arrive(shared.empty.index(before), count=1)
-        # Before the wait: with two stages, that stage is filled after the other's turn.
-        _pass_turn(j, tiles, W)
-        mbarrier.wait(shared.full.index(next_stage), next_phase)
-        s = _multiply_keys(q, q2, shared, next_stage, tiles)
-        words, sums = encode(x, votes, sums, new_shrink, tiles)
+    accs, sums = _end_values(under_way, p, words, accs, sums, shrink, shared, stage, tiles, 0)
+    x = exponents(s, rows, logits, tiles)
+    mbarrier.arrive(shared.empty.index(before), count=1)
+    # Before the wait: with two stages, that stage is filled after the other's turn.
+    _pass_turn(j, tiles, W)
+    mbarrier.wait(shared.full.index(next_stage), next_phase)
+    s = _multiply_keys(q, q2, shared, next_stage, tiles)
+    words, sums = encode(x, votes, sums, new_shrink, tiles)
     s = warpgroup_mma_wait(0, deps=(s,))
     return s, words, rows, sums, new_shrink, accs
 

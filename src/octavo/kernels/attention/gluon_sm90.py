@@ -17,6 +17,7 @@ from octavo.kernels.attention.config import (
     default_gluon,
     is_valid_gluon,
     split_head_dim,
+    takes_codes,
 )
 from octavo.kernels.attention.gluon_results import Results
 from octavo.kernels.attention.gluon_roles import consume, produce
@@ -108,7 +109,6 @@ def _attention_kernel(
     IS_ONE_LEVEL: gl.constexpr,
     HAS_ONES: gl.constexpr,
     HAS_ONE_LOOP: gl.constexpr,
-    ENCODES_FIRST: gl.constexpr,
     IS_PERSISTENT: gl.constexpr,
     IS_LONGEST_FIRST: gl.constexpr,
     PART_WIDTH: gl.constexpr,
@@ -118,7 +118,7 @@ def _attention_kernel(
         (BLOCK_N, NUM_STAGES, NUM_CONSUMERS, HEAD_DIM, PART_WIDTH),
         (D1, D2, E1, E2, E2_COPIED),
         (IS_PACKED, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_CODES, IS_ONE_LEVEL),
-        (HAS_ONES, HAS_ONE_LOOP, ENCODES_FIRST, IS_PERSISTENT, IS_LONGEST_FIRST),
+        (HAS_ONES, HAS_ONE_LOOP, IS_PERSISTENT, IS_LONGEST_FIRST),
     )
     if IS_PACKED:
         first_row = gl.load(cu_seqlens_q_ptr + num_sequences) * num_heads
@@ -211,11 +211,13 @@ def attention(
     assert key_mask is None and value_layout == "transposed"
     out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    config = config or default_gluon(q.shape[-1], spec)
+    num_packed = None if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    kv_len = k.shape[-3] // max(1, num_packed or 1)
+    config = config or default_gluon(q.shape[-1], spec, kv_len)
     num_programs, fixed = _arguments(
         (q.shape[-4] if packing is None else 1, *q.shape[-3:]),
         k.shape[-3:-1],
-        None if packing is None else packing.cu_seqlens_q.shape[0] - 1,
+        num_packed,
         tuple(x.stride(0) if x.dim() else 0 for x in (scales.q, scales.k, scales.v)),
         spec,
         sinks is not None,
@@ -282,7 +284,7 @@ def _arguments(
     if head_dim > 192:  # in parts: a rest of 128 columns has no registers beside their sums
         e1, e2 = 256, 0
     # Where the rest's tile has rows to spare, they are the ones that add up P.
-    has_codes, is_one_level = spec.exponentials == "codes", spec.promote_every is None
+    has_codes, is_one_level = takes_codes(head_dim, spec), spec.promote_every is None
     # Codes are added up as they are, which only the tensor core does.
     has_ones = config.has_ones or has_codes
     is_spare = has_ones and e2 > 0 and head_dim - e1 == 8 and not is_one_level
@@ -319,7 +321,6 @@ def _arguments(
         "IS_ONE_LEVEL": is_one_level,
         "HAS_ONES": has_ones,
         "HAS_ONE_LOOP": config.has_one_loop,
-        "ENCODES_FIRST": config.encodes_first,
         "IS_PERSISTENT": config.is_persistent,
         "IS_LONGEST_FIRST": spec.causal and config.is_longest_first,
         "PART_WIDTH": config.part_width,

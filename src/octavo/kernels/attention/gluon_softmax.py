@@ -2,8 +2,8 @@
 
 Exact: P = 2^(x + 8), rounded to e4m3, relative to the largest logit so far. Codes: the byte of an
 e4m3 number is 8 · log2 P + 120 but for a small error, so no exponential is taken; P is relative to
-the largest logit of its own tile, and a row with a logit far above its others is rounded as exactly
-as without codes. `octavo.reference.softmax` says both in torch.
+the largest logit of its own tile, and a row with keys far below it is rounded as exactly as without
+codes. `octavo.reference.softmax` says both in torch.
 """
 
 import struct
@@ -25,9 +25,15 @@ WEIGHT_BITS = gl.constexpr(8.0)
 TOP_CODE = gl.constexpr(120 - 7 / 16)
 # With codes a tile's reference lies at most so many powers of two below the largest logit so far.
 CODE_SPAN = gl.constexpr(64.0)
-# What makes log2 P + 8 of x / 8, where x is a code that is not rounded; its bits.
+# Codes are multiplied by this, so that float16's largest number is the code 126, e4m3's largest;
+# the float16 below takes it back.
+CODE_UNIT = gl.constexpr(1 / 0.001922607421875)
+_INV_CODE_UNIT = gl.constexpr(0x17E017E0)
+# What makes log2 P + 8 of a code in those units, which is not rounded yet: factor, offset; as bits.
+_ROUND_FACTOR = gl.constexpr(struct.pack(">f", 1 / (8 * CODE_UNIT.value)).hex())
 _ROUND_OFFSET = gl.constexpr(struct.pack(">f", WEIGHT_BITS.value - TOP_CODE.value / 8).hex())
-# A row is rounded if the largest logit of some remainder of key mod 8 lies so far below the row's.
+# Keys with one value of (key mod 8) // 2 are a thread's: a row is rounded if the largest logit of
+# one of its four threads lies so far below the row's.
 CODE_FAR = gl.constexpr(9.0)
 
 _EXP2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
@@ -38,17 +44,29 @@ cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
 cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
 mov.b32 $0, {low, high};
 }""")
-# For a thread's two rows: bit 0 says that the row is rounded, bit 1 that some row of the warp is.
+# For a thread's two rows: bit 0 says that the row is rounded, since one of its four threads wants
+# that, bit 1 that some row of the warp is.
 _VOTE = gl.constexpr("""
 {
-.reg .pred here, anywhere;
-.reg .b32 word;
-or.b32 word, $2, $3;
-setp.ne.s32 here, word, 0;
-vote.sync.any.pred anywhere, here, 0xffffffff;
+.reg .pred first, second, anywhere;
+.reg .b32 firsts, seconds, quad, word;
+setp.ne.s32 first, $2, 0;
+setp.ne.s32 second, $3, 0;
+vote.sync.ballot.b32 firsts, first, 0xffffffff;
+vote.sync.ballot.b32 seconds, second, 0xffffffff;
+or.b32 word, firsts, seconds;
+setp.ne.s32 anywhere, word, 0;
 selp.b32 word, 2, 0, anywhere;
-or.b32 $0, $2, word;
-or.b32 $1, $3, word;
+mov.u32 quad, %laneid;
+and.b32 quad, quad, 28;
+shr.u32 firsts, firsts, quad;
+shr.u32 seconds, seconds, quad;
+and.b32 firsts, firsts, 15;
+and.b32 seconds, seconds, 15;
+min.u32 firsts, firsts, 1;
+min.u32 seconds, seconds, 1;
+or.b32 $0, firsts, word;
+or.b32 $1, seconds, word;
 }""")
 # The operand P is its words as they are.
 _UNPACK = gl.constexpr("mov.b32 $0, $1;")
@@ -80,13 +98,58 @@ class Logits:
 
 
 @gluon.constexpr_function
-def _codes_ptx(num_words):
-    """PTX that makes words of four codes each from x = 8 · (log2 P + 7) − 7/16 of each key.
+def _maxima_ptx(num):
+    """PTX that leaves the largest logits of a thread's two rows in its registers 0 and 2.
 
-    Its operands are the words, then x of each word's first key, of its second, …, then what _VOTE
-    says of each word's row. float16 numbers of the size of 1024 are integers, and their low byte is
-    the code; relu keeps NaN, whose low byte is e4m3's NaN. A warp without a row to be rounded takes
-    no exponential.
+    Its operands are what it leaves, then the logits: two of the first row, two of the second, ….
+    The largest of float32 numbers, of which one is positive, is that of their bits as integers; and
+    of integers one instruction finds the largest of three. Where all are negative it is not.
+    """
+    rows = [[f"${num + i}" for i in range(num) if i // 2 % 2 == row] for row in (0, 1)]
+    # Two chains for each row: an instruction waits for the one before it in its chain.
+    chains = {f"m{row}{half}": of[half::2] for row, of in enumerate(rows) for half in (0, 1)}
+
+    def largest(kind):
+        lines = [f"mov.b32 {name}, {of[0]};" for name, of in chains.items()]
+        for i in range(1, num // 4):
+            lines += [f"max.{kind} {name}, {name}, {of[i]};" for name, of in chains.items()]
+        return [*lines, f"max.{kind} m00, m00, m01;", f"max.{kind} m10, m10, m11;"]
+
+    lines = [
+        ".reg .pred is_below;",
+        f".reg .b32 {', '.join(chains)}, sign;",
+        *largest("s32"),
+        "or.b32 sign, m00, m10;",
+        "setp.lt.s32 is_below, sign, 0;",
+        "vote.sync.any.pred is_below, is_below, 0xffffffff;",
+        "@!is_below bra.uni FOUND;",
+        *largest("f32"),
+        "FOUND:",
+        "mov.b32 $0, m00;",
+        "mov.b32 $2, m10;",
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+@gluon.constexpr_function
+def _log2(x):
+    return x.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _maxima_constraints(num):
+    """The operands of `_maxima_ptx`, as LLVM wants them."""
+    return ",".join(["=r"] * num + ["r"] * num)
+
+
+@gluon.constexpr_function
+def _codes_ptx(num_words):
+    """PTX that makes words of four codes each from those of each key, not rounded, in CODE_UNITs.
+
+    Its operands are the words, then codes of each word's first key, of its second, …, then what
+    _VOTE says of each word's row. float16 numbers of the size of 1024 are integers, and their low
+    byte is the code; what lies beyond e4m3's range is cut off, and NaN stays NaN, whose low byte is
+    e4m3's NaN. A warp without a row to be rounded takes no exponential.
     """
     words = [f"${i}" for i in range(num_words)]
     keys = [[f"${num_words * (1 + k) + i}" for k in range(4)] for i in range(num_words)]
@@ -95,17 +158,17 @@ def _codes_ptx(num_words):
     for word, four, vote in zip(words, keys, votes, strict=True):
         a, b, c, d = four
         by_code = [
-            f"cvt.rn.relu.f16x2.f32 low, {b}, {a};",
-            f"cvt.rn.relu.f16x2.f32 high, {d}, {c};",
-            "add.rn.f16x2 low, low, magic;",
-            "add.rn.f16x2 high, high, magic;",
+            f"cvt.rn.satfinite.relu.f16x2.f32 low, {b}, {a};",
+            f"cvt.rn.satfinite.relu.f16x2.f32 high, {d}, {c};",
+            "fma.rn.f16x2 low, low, unit, magic;",
+            "fma.rn.f16x2 high, high, unit, magic;",
             f"prmt.b32 {word}, low, high, 0x6420;",
         ]
         by_codes += by_code
         by_both += by_code
         for name, x in zip("abcd", four, strict=True):
             by_both += [
-                f"fma.rn.f32 {name}, {x}, 0f3E000000, offset;",
+                f"fma.rn.f32 {name}, {x}, factor, offset;",
                 f"ex2.approx.ftz.f32 {name}, {name};",
             ]
         by_both += [
@@ -118,15 +181,17 @@ def _codes_ptx(num_words):
         ]
     lines = [
         ".reg .pred is_rounded;",
-        ".reg .b32 low, high, magic;",
+        ".reg .b32 low, high, unit, magic;",
         ".reg .b16 first, second;",
-        ".reg .f32 a, b, c, d, offset;",
+        ".reg .f32 a, b, c, d, factor, offset;",
         "mov.b32 magic, 0x64006400;",
+        f"mov.b32 unit, {_INV_CODE_UNIT.value:#x};",
         f"setp.ge.s32 is_rounded, {votes[0]}, 2;",
         "@is_rounded bra.uni ROUND;",
         *by_codes,
         "bra.uni DONE;",
         "ROUND:",
+        f"mov.b32 factor, 0f{_ROUND_FACTOR.value};",
         f"mov.b32 offset, 0f{_ROUND_OFFSET.value};",
         *by_both,
         "DONE:",
@@ -191,19 +256,19 @@ def hide_keys(s, tiles, job, tile, row):
 def refer(s, rows, logits, tiles):
     """(rows, shrink, votes): what P of one tile is relative to.
 
-    shrink: by how much earlier sums shrink; more than 1 where the reference falls. votes: which
-    rows are rounded in spite of codes.
+    shrink: by how much earlier sums shrink; more than 1 where the reference falls. votes, [64, 4]:
+    which rows are rounded in spite of codes.
     """
     layout: gl.constexpr = gl.SliceLayout(1, tiles.s_layout)
     factor = logits.factor
     if tiles.HAS_CODES:
-        by_key = _largest_by_key(s, tiles.BLOCK_N)
-        found = gl.convert_layout(gl.max(gl.max(by_key, 2), 1), layout)
+        by_thread = _largest_of_threads(s, tiles.BLOCK_N)
+        found = gl.convert_layout(gl.max(by_thread, 1), layout)
         largest = gl.maximum(rows.largest, found)
         reference = gl.maximum(found, largest - CODE_SPAN / factor)
         reference = gl.where(found == float("-inf"), rows.reference, reference)
-        least = gl.convert_layout(gl.min(gl.min(by_key, 2), 1), layout)
-        is_far = (finite(reference) - least) * factor > CODE_FAR
+        top = gl.convert_layout(finite(reference), gl.SliceLayout(1, by_thread.type.layout))
+        is_far = (top[:, None] - by_thread) * factor > CODE_FAR
         votes = gl.inline_asm_elementwise(
             _VOTE, "=&r,=&r,r,r", [is_far.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=2
         )
@@ -233,21 +298,30 @@ def _row_max(s, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _largest_by_key(s, BLOCK_N: gl.constexpr):
-    """Largest logit of each row for each key mod 8, [64, 4, 2]: a thread has two of the eight."""
-    GROUPS: gl.constexpr = BLOCK_N // 8
-    return gl.max(gl.max(s.reshape([ROWS, 4, GROUPS // 4, 4, 2]), 1), 1)
+def _largest_of_threads(s, BLOCK_N: gl.constexpr):
+    """Largest logits of each row in each of its four threads, [64, 4]."""
+    NUM: gl.constexpr = BLOCK_N // 2
+    PTX: gl.constexpr = _maxima_ptx(NUM)
+    CONSTRAINTS: gl.constexpr = _maxima_constraints(NUM)
+    bits = s.to(gl.int32, bitcast=True)
+    bits = gl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, [bits], dtype=gl.int32, is_pure=True, pack=NUM
+    )
+    # Of each thread the first of its keys stands for all.
+    first, _ = bits.reshape([ROWS, BLOCK_N // 8, 4, 2]).split()
+    first = first.permute([0, 2, 1])
+    for _ in gl.static_range(_log2(BLOCK_N // 8)):
+        first, _ = first.reshape([ROWS, 4, first.shape[2] // 2, 2]).split()
+    return first.reshape([ROWS, 4]).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def exponents(s, rows, logits, tiles):
-    """What `encode` makes P of: log2 of it, and 8 · (log2 P + 7) − 7/16 for codes.
-
-    Rounding moves codes by 7, where e4m3 has NaN, only for logits of more than 2^22.
-    """
+    """What `encode` makes P of: log2 of it, or its code in CODE_UNITs before it is rounded."""
     highest = finite(rows.reference) * logits.factor
     if tiles.HAS_CODES:
-        x = s * (logits.factor * 8.0) + (TOP_CODE - highest * 8.0)[:, None]
+        top = (TOP_CODE - highest * 8.0) * CODE_UNIT
+        x = s * (logits.factor * (8.0 * CODE_UNIT)) + top[:, None]
     else:
         x = s * logits.factor + (WEIGHT_BITS - highest)[:, None]
     return x
@@ -276,8 +350,11 @@ def encode(x, votes, sums, shrink, tiles):
 @gluon.jit
 def _encode_words(x, votes, BLOCK_N: gl.constexpr):
     a, b, c, d = _keys_of_words(x, BLOCK_N)
-    votes = gl.convert_layout(votes, gl.SliceLayout(1, a.type.layout))
-    votes = votes[:, None].broadcast_to([ROWS, BLOCK_N // 4])
+    # A thread's words are those of its own keys.
+    of_threads = a.reshape([ROWS, BLOCK_N // 16, 4])
+    votes = gl.convert_layout(votes, gl.SliceLayout(1, of_threads.type.layout))
+    votes = votes[:, None, :].broadcast_to([ROWS, BLOCK_N // 16, 4])
+    votes = gl.convert_layout(votes.reshape([ROWS, BLOCK_N // 4]), a.type.layout)
     NUM_WORDS: gl.constexpr = BLOCK_N // 8
     PTX: gl.constexpr = _codes_ptx(NUM_WORDS)
     CONSTRAINTS: gl.constexpr = _codes_constraints(NUM_WORDS)

@@ -50,7 +50,7 @@ class Tiles:
     HAS_OWN_ONES: gl.constexpr  # not in the rows of the rest that are left
     HAS_ONE_LOOP: gl.constexpr  # for tiles that hide keys and those that do not
     HAS_TURNS: gl.constexpr  # warpgroups find row maxima one after the other
-    ENCODES_FIRST: gl.constexpr  # P is made before the next logits begin
+    HAS_JOINT_PRODUCTS: gl.constexpr  # P·V and the next q·kᵀ are under way together
     IS_PERSISTENT: gl.constexpr
     IS_LONGEST_FIRST: gl.constexpr
     IS_BY_PARTS: gl.constexpr  # P·V part by part: two levels of all columns need too many registers
@@ -70,7 +70,7 @@ class Tiles:
         self.IS_PACKED, self.IS_CAUSAL, self.HAS_WINDOW = map(gl.constexpr, uses[:3])
         self.HAS_SOFTCAP, self.HAS_SINKS, self.HAS_CODES = map(gl.constexpr, uses[3:6])
         self.IS_ONE_LEVEL = gl.constexpr(uses[6])
-        has_ones, has_one_loop, encodes_first, is_persistent, is_longest_first = how
+        has_ones, has_one_loop, is_persistent, is_longest_first = how
         e1, e2, e2_copied = parts[2:]
         self.HAS_ONES = gl.constexpr(has_ones)
         self.HAS_OWN_ONES = gl.constexpr(has_ones and e2_copied == e2)
@@ -79,13 +79,16 @@ class Tiles:
         # Two warpgroups in step would both want the special-function unit and then both leave it
         # idle; codes do not need it.
         self.HAS_TURNS = gl.constexpr(not uses[5] and sizes[2] == 2)
-        self.ENCODES_FIRST = gl.constexpr(encodes_first)
         self.IS_PERSISTENT = gl.constexpr(is_persistent)
         self.IS_LONGEST_FIRST = gl.constexpr(is_longest_first)
         # More than 128 columns twice, as sums of a tile and of all, are too many for registers.
         self.IS_BY_PARTS = gl.constexpr(sizes[3] > 128 and not uses[6])
         width = part_width if self.IS_BY_PARTS.value else min(e1, 128)
         self.WIDTH, self.NUM_PARTS = gl.constexpr(width), gl.constexpr(e1 // width)
+        # Registers of a thread: logits, sums of a tile and of all, words of P.
+        columns = width if self.IS_BY_PARTS.value else e1 + e2
+        num_registers = (sizes[0] + columns + e1 + e2) // 2 + sizes[0] // 8
+        self.HAS_JOINT_PRODUCTS = gl.constexpr(num_registers <= 224)
         self.s_layout = gl.constexpr(_sum_layout(sizes[0]))
         self.o_layout = gl.constexpr(_sum_layout(width))
         self.o2_layout = gl.constexpr(_sum_layout(e2 or 8))
