@@ -123,10 +123,10 @@ def test_more_to_do_in_a_turn(head_dim, uses):
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 192, 256])
 def test_codes_wait_for_nothing(head_dim):
-    """No product is made to wait for the one before, and few registers are spilled."""
+    """No product waits for the one before; of 256 keys a register or two of the loop is spilled."""
     kernel = compiled(head_dim, exponentials="codes")
     assert "serialized" not in kernel.warnings
-    assert kernel.stack_bytes <= {192: 64, 256: 128}.get(head_dim, 0)
+    assert kernel.stack_bytes <= {192: 80, 256: 128}.get(head_dim, 16)
     assert kernel.opcodes["SHFL"] <= 40
 
 

@@ -1,7 +1,6 @@
 """Hopper's attention kernel on a CPU, warps in random order: phases, copies, masks and sums."""
 
 import itertools
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
