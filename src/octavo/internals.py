@@ -97,7 +97,7 @@ _USED: dict[str, dict[str, str]] = {
         "DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout abs "
         "allocate_shared_memory arange atomic_add barrier|thread_barrier constexpr convert_layout "
         "exp2 expand_dims float16 float32 float8e4nv float8e5 full inline_asm_elementwise int16 "
-        "int32 int64 int8 join load log2 max maximum minimum num_programs num_warps program_id "
+        "int32 int64 int8 join load log2 max maximum min minimum num_programs num_warps program_id "
         "shared_memory_descriptor static_range store sum tensor warp_specialize where zeros",
         "triton.language.core": "_aggregate",
     },
@@ -105,7 +105,7 @@ _USED: dict[str, dict[str, str]] = {
     "octavo's Hopper attention": {
         _HOPPER: "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait",
         f"{_HOPPER}.mbarrier": "MBarrierLayout arrive expect init wait",
-        f"{_HOPPER}.tma": "async_load|async_copy_global_to_shared",
+        f"{_HOPPER}.tma": "async_load|async_copy_global_to_shared tensor_descriptor",
     },
     "octavo's FP8 matrix product": {"triton.tools.tensor_descriptor": "TensorDescriptor"},
     "FP8 attention in transformers": {

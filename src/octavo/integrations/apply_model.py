@@ -17,6 +17,7 @@ from octavo.integrations.linear import (
     quantize_linear_,
 )
 from octavo.integrations.patch import check_patches, is_patched, undo_patches_
+from octavo.numerics.attention import AttentionSpec
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import Recipe
 
@@ -126,7 +127,7 @@ def apply_attention_(
             recipe.attention,
             skip_layers=skipped,
             scales=read_scales(recipe, recipe.attention),
-            promote_every=recipe.promote_every,
+            spec=attention_spec(recipe),
         )
         changes.fused["attention"] = attention.find_fused(model)
         changes.left["attention"] = attention.find_others(model)
@@ -138,7 +139,7 @@ def apply_attention_(
             recipe.kv_cache,
             skip_layers=skipped,
             scales=read_scales(recipe),
-            promote_every=recipe.promote_every,
+            spec=attention_spec(recipe),
         )
         changes.fused["kv_cache"] = kv_cache.find_fused(model)
         changes.left["kv_cache"] = text.find_others(model)
@@ -225,7 +226,7 @@ def _apply_vision(
         recipe.vision_attention,
         skip_layers=skipped,
         scales=read_scales(recipe, recipe.vision_attention),
-        promote_every=recipe.promote_every,
+        spec=attention_spec(recipe),
         impl=impl,
     )
     changes.fused["vision_attention"] = vision.find_fused(model)
@@ -269,6 +270,11 @@ def detach_(model: nn.Module) -> dict[str, list[str]]:
 
         undone["attention"] = attention.detach(model)
     return {name: layers for name, layers in undone.items() if layers}
+
+
+def attention_spec(recipe: Recipe) -> AttentionSpec:
+    """How every attention call of a recipe makes its weights FP8 and adds up products."""
+    return AttentionSpec(promote_every=recipe.promote_every, exponentials=recipe.exponentials)
 
 
 def read_scales(recipe: Recipe, part: Any = None) -> ScaleSet | None:

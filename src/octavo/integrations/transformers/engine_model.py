@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from octavo.brief import brief, list_names
 from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply_model import apply_vision_, read_scales, skipped_layers
+from octavo.integrations.apply_model import (
+    apply_vision_,
+    attention_spec,
+    read_scales,
+    skipped_layers,
+)
 from octavo.integrations.patch import undo_patches_
 from octavo.integrations.transformers import (
     engine_images,
@@ -84,7 +89,7 @@ class EngineModel:
             recipe.kv_cache,
             skip_layers=skipped_layers(model, recipe),
             scales=read_scales(recipe),
-            promote_every=recipe.promote_every,
+            spec=attention_spec(recipe),
         )
         modules: dict[str, Any] = dict(text.find_layers(model))
         self.model, self.recipe = model, recipe

@@ -24,6 +24,7 @@ from octavo.integrations.transformers.fused_forward import Forward
 from octavo.integrations.transformers.paged_steps import Pass
 from octavo.integrations.transformers.saturation import Watch
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.recipe import KvCacheSettings
 
 FEATURE = "kv_cache"
@@ -37,7 +38,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    promote_every: int | None = 1,
+    spec: AttentionSpec = PLAIN,
 ) -> list[str]:
     """Give a decoder a paged cache in FP8; returns the names of the layers in FP8.
 
@@ -47,9 +48,7 @@ def attach(
 
     check_stock_cache(model)
     _, decoder = text.find_decoder(model)
-    made = make_layers(
-        model, settings, skip_layers=skip_layers, scales=scales, promote_every=promote_every
-    )
+    made = make_layers(model, settings, skip_layers=skip_layers, scales=scales, spec=spec)
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
     install(model, made, IMPLEMENTATION, FEATURE, _find_forwards(model, made))
