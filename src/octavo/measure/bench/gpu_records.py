@@ -41,10 +41,10 @@ AREAS = {
     "vision": Area(
         sources=(
             *_files("layers", "encoder_attention scaling"),
-            *_files(_TRANSFORMERS, "*vision* fused_forward"),
+            *_files(_TRANSFORMERS, "*vision* fused_forward graph_capture tower_graphs"),
         ),
         without=_files(_TRANSFORMERS, "vision_language"),
-        tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention"),
+        tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention test_tower_graphs"),
     ),
     "kv": Area(
         sources=(
@@ -52,12 +52,13 @@ AREAS = {
             *_files("layers", "decoder_attention"),
             *_files(
                 _TRANSFORMERS,
-                "*cache* decoder* calibrate fused_decoder fused_forward paged_steps saturation",
+                "*cache* decode* calibrate fused_decoder fused_forward graph_capture graph_state "
+                "paged_steps saturation",
             ),
         ),
         tests=(
             *_files("cache", "test_storage"),
-            *_files(_TRANSFORMERS, "test_calibrate_text test_kv_cache*"),
+            *_files(_TRANSFORMERS, "test_calibrate_text test_decode_graphs_gpu test_kv_cache*"),
         ),
     ),
     "linear": Area(
