@@ -150,7 +150,7 @@ def test_what_is_gathered(value_layout, granularity, device):
             assert_same_bits(v_scale[tokens], expected[3])
 
 
-@pytest.mark.parametrize("lengths", [(0, 33, 64, 0, 95, 0), (64, 64), (1,) * 40, (0,) * 5], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 33, 64, 0, 95, 0), (64, 64), (1,) * 20, (0,) * 5], ids=str)
 def test_a_launch_for_more_room_and_wider_tables(lengths, device):
     """As a CUDA graph has them: the launch is the same for all lengths that fit the room."""
     case = PagedCase(lengths=lengths, head_dim=32, page_size=16)
@@ -174,7 +174,7 @@ def test_tokens_beyond_the_room_are_dropped(device):
 
 
 def test_many_sequences_find_their_start(device):
-    case = PagedCase(lengths=(1, 2) * 70, num_kv_heads=1, num_heads=1, head_dim=32, page_size=16)
+    case = PagedCase(lengths=(1, 2) * 65, num_kv_heads=1, num_heads=1, head_dim=32, page_size=16)
     view = make_paged_view(case, device=device)
     *_, cu_seqlens = gather(view, E4M3, "rows", sum(case.lengths))
     assert torch.equal(cu_seqlens, cumulative(case.lengths, device=device))

@@ -220,7 +220,10 @@ def same_states(one, other):
         assert_same_bits(x, states[1][name])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+RARER = [pytest.param(family, marks=pytest.mark.slow) for family in ("mixtral", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", *RARER])
 def test_saved_and_loaded_to_the_bit(family, tmp_path):
     """Quantized while it loads, saved, and loaded again; quantize_ gives the same bits."""
     make_mixture(family).save_pretrained(tmp_path / "plain")

@@ -353,11 +353,14 @@ def poison(engine):
             pages.view(torch.uint8)[1:].fill_(0x7F)
 
 
+QUICK = {"windows", "sinks"}
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES]
+)
 def test_random_schedules_have_the_same_tokens(family, seed):
     model = make_model(FAMILIES[family])
     plain = make_engine(model, **CROWDED)
