@@ -276,6 +276,18 @@ def test_replays_count_for_who_saves_scales(tower, monkeypatch, tmp_path):
     assert saver._num_steps == 16
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_padded_calls_count_for_who_saves_scales(tower, cuda_graphs, tmp_path):
+    """Once each, whether or not the tower has graphs of its own."""
+    padded = twin(tower)
+    apply_(padded, RECIPES["dynamic"], cuda_graphs=cuda_graphs)
+    graphs, saver = VisionGraphs(padded, BUDGETS), autosave(padded, tmp_path / "scales.json")
+    for index in range(16):
+        assert saver._num_steps == index
+        graphs.run_padded(**make_pixels(tower, REQUESTS[index % 2], seed=index))
+    assert saver.is_saved and load_scales(saver.path).header.passes == 16
+
+
 def test_graphs_are_forgotten_when_the_tower_changed(tower, monkeypatch):
     other = twin(tower)
     graphs = VisionGraphs(other, BUDGETS)

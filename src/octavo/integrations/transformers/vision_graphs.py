@@ -180,6 +180,10 @@ class VisionGraphs:
             raise UnsupportedError(f"expected a request that fits a budget, but {plan.reason}")
         inputs = self._padded(hidden_states, grid_thw, plan.budget)
         result = self.forward(inputs, plan.budget)
+        if self._has_forward_of_graphs():  # whose place the class's took: no hook was called
+            for saver in savers_of(self.tower):
+                if saver.is_watching(self.tower):
+                    saver.step()
         return self._cut(result, len(hidden_states), plan.budget, is_copied=False)
 
     def _num_rows(self, budget: int) -> int:
@@ -230,9 +234,11 @@ class VisionGraphs:
         grid = torch.zeros(0, 3, dtype=torch.int64)
         tower = self.tower
         # A forward of graphs on the tower would come back to here.
-        is_ours = GRAPHS in vars(tower) or is_patched(tower, AUTOMATIC)
-        call = partial(type(tower).forward, tower) if is_ours else tower
+        call = partial(type(tower).forward, tower) if self._has_forward_of_graphs() else tower
         return call(**inputs, grid_thw=grid, max_seqlen=budget, return_dict=True)
+
+    def _has_forward_of_graphs(self) -> bool:
+        return GRAPHS in vars(self.tower) or is_patched(self.tower, AUTOMATIC)
 
     def _capture(self, inputs: Mapping[str, Tensor], budget: int) -> _Captured:
         static = {name: x.clone() for name, x in inputs.items()}
