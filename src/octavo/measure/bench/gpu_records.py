@@ -113,7 +113,8 @@ def tests_of(name: str, tests: Path) -> list[Path]:
         return max((name for name in kernel_names() if topic.startswith(name + "_")), default="")
 
     files = {path for path in (tests / "kernels").glob("test_*.py") if owner(path) == name}
-    return sorted(path for path in files if not path.stem.endswith("_compiled"))
+    on_cpu = ("_compiled", "_simulated")
+    return sorted(path for path in files if not path.stem.endswith(on_cpu))
 
 
 def sources_of(name: str) -> list[Path]:
