@@ -117,10 +117,7 @@ class OnlineSoftmax:
         self.reference = reference
         if self.rounding.has_codes:
             self.is_far = _has_far_keys(logits, finite)
-        added = p
-        if self.rounding.has_rounded_sums:
-            added = self._round(p).to(p.dtype) / self.weight_range
-        self.row_sum = self.row_sum * shrink + added.sum(dim=-1)
+        self.row_sum = self.row_sum * shrink + self._sum_of(p)
         self.total = self.total * shrink.unsqueeze(-1)
         self.partial = self.partial * shrink.unsqueeze(-1)
         self._add_values(p if v_weight is None else p * v_weight, v)
@@ -143,6 +140,17 @@ class OnlineSoftmax:
             return self.largest
         reference = torch.maximum(found, self.largest - CODE_SPAN)
         return torch.where(found == -torch.inf, self.reference, reference)
+
+    def _sum_of(self, p: Tensor) -> Tensor:
+        """Sums of a tile's P, which the tensor core adds up like any product where it does."""
+        if not self.rounding.has_rounded_sums:
+            return p.sum(dim=-1)
+        weights = self._round(p)
+        if self.rounding.accumulator is None:
+            return weights.to(p.dtype).sum(dim=-1) / self.weight_range
+        ones = torch.ones_like(p[..., :1, :]).to(weights.dtype)
+        total = self.rounding.accumulator.matmul(weights, ones).squeeze(-1)
+        return total.to(p.dtype) / self.weight_range
 
     def _add_values(self, p: Tensor, v: Tensor) -> None:
         weights = self._round(p)

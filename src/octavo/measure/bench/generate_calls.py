@@ -31,8 +31,8 @@ FEW_TOKENS = 2
 # difference larger from layer to layer: after all of them, even BF16 with another order of sums is
 # far away.
 NUM_LAYERS = 2
-# Their relative error; FP8 is at 0.01 to 0.05 (tiny), and with linear layers at 0.22 (Llama-3.1-8B);
-# attention that returns zeros is at 0.3 to 0.8 (tiny).
+# Their relative error; FP8 is at 0.01 to 0.05 (tiny), with linear layers at 0.22
+# (Llama-3.1-8B); attention that returns zeros is at 0.3 to 0.8 (tiny).
 MAX_ERROR = 0.28
 NUM_ROUNDS = {"cuda": 7, "cpu": 1}
 

@@ -102,7 +102,7 @@ def tests_of(name: str, tests: Path) -> list[Path]:
     """The files in the folder of all tests that run a kernel, or have GPU tests of an area.
 
     Those of a kernel are test_<kernel>.py and test_<kernel>_*.py, of the longest name that fits;
-    files that only compile are not among them.
+    files that only compile, or simulate a GPU, are not among them.
     """
     if name in AREAS:
         files = _matching(tests, AREAS[name].tests)
@@ -113,7 +113,8 @@ def tests_of(name: str, tests: Path) -> list[Path]:
         return max((name for name in kernel_names() if topic.startswith(name + "_")), default="")
 
     files = {path for path in (tests / "kernels").glob("test_*.py") if owner(path) == name}
-    return sorted(path for path in files if not path.stem.endswith("_compiled"))
+    on_cpu = ("_compiled", "_simulated")
+    return sorted(path for path in files if not path.stem.endswith(on_cpu))
 
 
 def sources_of(name: str) -> list[Path]:
