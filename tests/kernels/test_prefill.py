@@ -7,7 +7,7 @@ import torch
 
 from octavo import ops
 from octavo.cache.view import PagedView
-from octavo.kernels.attention.config import default_gluon
+from octavo.kernels.attention.config import default_gluon, takes_codes
 from octavo.kernels.device import CPU, Device
 from octavo.kernels.prefill.config import GatherConfig, objection
 from octavo.numerics.accumulator import HOPPER_FP8
@@ -22,6 +22,7 @@ from octavo.testing.inputs import cumulative, make_paged_view, make_prefill_inpu
 
 pytest.importorskip("triton")
 from octavo.kernels.prefill.triton import gather, prefill
+from octavo_testkit.kernels.attention_checks import rounding_of
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SMALL = PagedCase(lengths=(1, 63, 0, 65), q_lens=(1, 5, 0, 20), head_dim=32)
@@ -264,8 +265,10 @@ def test_hopper_on_a_gpu(head_dim):
     assert_same_bits(ops.prefill_attention(**inputs, impl="gluon"), chosen)
     del inputs["max_seqlen_q"]
     truth, truth_lse = paged_attention(**inputs, compute=torch.float64)
-    model, _ = paged_attention(**inputs, rounding=kernel_rounding(E4M3, case.spec))
-    rounding = Rounding(E4M3, HOPPER_FP8, default_gluon(head_dim, case.spec).has_ones)
+    assert takes_codes(head_dim, case.spec)
+    spec = dataclasses.replace(case.spec, exponentials="codes")
+    model, _ = paged_attention(**inputs, rounding=kernel_rounding(E4M3, spec))
+    rounding = rounding_of(spec, default_gluon(head_dim, spec), head_dim)
     _, model_lse = paged_attention(**inputs, rounding=rounding)
     assert_within_budget(chosen, truth=truth, model=model)
     assert_within_budget(lse, truth=truth_lse, model=model_lse)
