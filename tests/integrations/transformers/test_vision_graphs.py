@@ -24,6 +24,7 @@ from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models import vision_towers
 
 pytest.importorskip("transformers")
 
@@ -203,6 +204,21 @@ def test_where_the_reference_quantizes_there_are_no_graphs_for_fp8(tower, monkey
         plan = graphs.plan(torch.tensor([[1, 4, 4]]))
         assert plan.budget == (None if is_refused else 64)
         assert bool(re.search(message, plan.reason)) == is_refused
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_heads_that_no_kernel_takes_have_no_graphs(kind, monkeypatch):
+    monkeypatch.setitem(
+        vision_graphs.explain_op.__globals__,
+        "describe",
+        lambda device: Device("cuda", "a GPU", (9, 0)),
+    )
+    small = vision_towers.make("qwen3_vl", torch.bfloat16, hidden_size=32)
+    apply_(small, Recipe(vision_attention=kind))
+    first = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(small, "parameters", lambda: iter([first]))
+    message = "the reference attends, which waits for the device: .*head_dim must lie in"
+    assert re.search(message, VisionGraphs(small, BUDGETS).objection())
 
 
 def test_what_is_refused(tower):

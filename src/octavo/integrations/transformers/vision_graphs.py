@@ -31,6 +31,9 @@ NUM_WARMUPS = 2
 # Where a tower that runs by graphs has them, among its attributes; see graphed_forward.
 GRAPHS = "octavo_graphs"
 FEATURE = "vision_graphs"
+# The ops of a layer's attention, their operands, and what each does.
+FP8_OPS = (("quantize_qkv", "BF16 to FP8", "quantizes"), ("attention", "FP8", "attends"))
+BF16_OPS = (("attention", "BF16", "attends"),)
 # That of `tower_graphs`, which `apply_` brings and graphs of budgets replace.
 AUTOMATIC = "tower_graphs"
 
@@ -109,11 +112,12 @@ class VisionGraphs:
         if objection := self._objection_to_attention():
             return objection
         layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
-        for head_dim in {layer.head_dim for layer in layers if layer.scaling is not None}:
-            found = explain_op("quantize_qkv", "BF16 to FP8", device, head_dim).selection
-            if found is not None and found.impl == "reference":
-                why = "; ".join(found.objections.values())
-                return f"the reference quantizes, which waits for the device: {why}"
+        for head_dim, is_fp8 in {(x.head_dim, x.scaling is not None) for x in layers}:
+            for op, kind, what in FP8_OPS if is_fp8 else BF16_OPS:
+                found = explain_op(op, kind, device, head_dim).selection
+                if found is not None and found.impl == "reference":
+                    why = "; ".join(found.objections.values())
+                    return f"the reference {what}, which waits for the device: {why}"
         return ""
 
     def _objection_to_attention(self) -> str:
