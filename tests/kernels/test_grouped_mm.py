@@ -299,6 +299,7 @@ def check_rows(actual, inputs):
 
 
 @pytest.mark.gpu
+@torch.no_grad()
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 2048])
 @pytest.mark.parametrize(
