@@ -235,9 +235,8 @@ def _joined(found: Mapping[str, Changes]) -> Changes:
     """The changes of all components, as component.field."""
     joined = Changes({})
     for name, changes in found.items():
-        for kind in ("layers", "fused", "weight_only", "joint", "left", "faster", "graphs"):
-            fields = getattr(changes, kind)
-            getattr(joined, kind).update({f"{name}.{key}": fields[key] for key in fields})
+        for kind, own in vars(changes).items():
+            getattr(joined, kind).update({f"{name}.{key}": own[key] for key in own})
     return joined
 
 
