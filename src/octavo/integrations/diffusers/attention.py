@@ -10,6 +10,7 @@ graph.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from octavo.integrations.diffusers.processors import (
 from octavo.integrations.linear import layer_index
 from octavo.integrations.patch import Patch, begin_patch, undo_patches_
 from octavo.internals import internals, require
-from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
@@ -150,7 +151,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    promote_every: int | None = 1,
+    spec: AttentionSpec = PLAIN,
 ) -> list[str]:
     """Let a model's attention layers run in FP8; returns their names.
 
@@ -158,7 +159,7 @@ def attach(
     """
     chosen = choose_layers(model, skip_layers)
     static = check_scales(chosen, settings, scales)
-    member = register(settings, promote_every)
+    member = register(settings, spec)
     for layer in chosen.values():
         undo_patches_(layer, FEATURE)  # of a processor that diffusers has replaced
     for name, layer in chosen.items():
@@ -274,7 +275,7 @@ def add_backend(name: str, run: Callable[..., Any]) -> AttentionBackendName:
 add_backend(OBSERVED, octavo_observed)
 
 
-def register(settings: AttentionSettings, promote_every: int | None = 1) -> AttentionBackendName:
+def register(settings: AttentionSettings, spec: AttentionSpec = PLAIN) -> AttentionBackendName:
     """diffusers' backend for FP8 attention with these settings; made once for each of them.
 
     A backend learns nothing of the layer that calls it: settings that are not the default have a
@@ -285,12 +286,14 @@ def register(settings: AttentionSettings, promote_every: int | None = 1) -> Atte
         name += "_static"  # whose granularity is that of the layer's scales
     elif settings.granularity != "tensor":
         name += f"_{settings.granularity}"
-    if promote_every != 1:
-        name += f"_promote_{promote_every or 'never'}"
-    return add_backend(name, _make_backend(settings, promote_every))
+    if spec.promote_every != 1:
+        name += f"_promote_{spec.promote_every or 'never'}"
+    if spec.exponentials is not None:
+        name += f"_{spec.exponentials}"
+    return add_backend(name, _make_backend(settings, spec))
 
 
-def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Callable[..., Tensor]:
+def _make_backend(settings: AttentionSettings, spec: AttentionSpec) -> Callable[..., Tensor]:
     granularity = PerHead() if settings.granularity == "head" else PerTensor()
     is_static = settings.scaling == "static"
 
@@ -326,9 +329,9 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
             value_layout="transposed" if query.is_cuda else "rows",
             first=first,
         )
-        spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)
+        own = replace(spec, causal=is_causal, softmax_scale=scale)
         out = ops.attention(
-            *(quantized.q, quantized.k, quantized.v, spec, quantized.scales),
+            *(quantized.q, quantized.k, quantized.v, own, quantized.scales),
             key_mask=None if mask is None else mask.keys,
             out_dtype=query.dtype,
             value_layout=quantized.value_layout,

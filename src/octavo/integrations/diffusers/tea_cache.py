@@ -42,6 +42,7 @@ with internals("diffusers"):
     from diffusers.hooks.hooks import BaseState, StateManager
 
 require("diffusers.hooks.hooks.ModelHook")
+require("torch.nn.Module._modules")
 
 Streams = Mapping[str, Tensor]
 # Of the polynomials that are fitted.
