@@ -30,11 +30,10 @@ from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from octavo.numerics.rotary import Rotary
 from octavo.ops.select import impl_names
-from octavo.testing.cases import AttentionCase, GroupedCase, PackedCase, PagedCase
+from octavo.testing.cases import AttentionCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
     make_attention_inputs,
     make_decode_inputs,
-    make_grouped_inputs,
     make_packed_inputs,
     make_paged_view,
     make_prefill_inputs,
@@ -82,17 +81,6 @@ def decode() -> None:
         for name in ("gluon", "triton"):
             plan = ops.plan_decode(inputs["view"], num_heads=case.num_heads, impl=name)
             ops.decode_attention(**inputs, plan=plan)
-
-
-def grouped_mm() -> None:
-    for counts in ((3, 0, 17), (1, 300, 0, 70)):
-        for a, b in ((PerToken(), PerChannel()), (PerBlock(1, 128), PerBlock(128, 128))):
-            case = GroupedCase(
-                counts=counts, num_others=5, columns=136, depth=272, num_tokens=50, a=a, b=b
-            )
-            ops.grouped_mm(**make_grouped_inputs(case, device="cuda"), impl="triton")
-    plain = GroupedCase(a=None, has_bias=True)
-    ops.grouped_mm(**make_grouped_inputs(plain, device="cuda"), impl="triton")
 
 
 def matvec() -> None:
@@ -151,7 +139,6 @@ CASES: dict[str, Callable[[], None]] = {
     "append_kv": append_kv,
     "attention": attention,
     "decode": decode,
-    "grouped_mm": grouped_mm,
     "matvec": matvec,
     "prefill": prefill,
     "quantize": quantize,

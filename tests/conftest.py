@@ -5,7 +5,6 @@ import gc
 import os
 import random
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -107,10 +106,3 @@ def clean_environment(monkeypatch):
     """No OCTAVO_* variable of the caller reaches a test."""
     for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def no_compiler_by_default(request, monkeypatch):
-    """A GPU test compiles no model unless it asks for it: that takes longer than the test."""
-    if request.node.get_closest_marker("gpu") and find_spec("transformers"):
-        monkeypatch.setattr("octavo.serving.engine.compiling.pays_off", lambda device: False)

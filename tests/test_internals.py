@@ -364,7 +364,7 @@ except UnsupportedError as error:
     ("owner", "member", "module"),
     [
         ("torch._C", "_DisableAutocast", "octavo.ops.register"),
-        ("triton.language.core", "_aggregate", "octavo.kernels.attention.gluon_tiles"),
+        ("triton.language.core", "_aggregate", "octavo.kernels.attention.gluon_sm90"),
         pytest.param(
             *("diffusers.models.attention_dispatch", "_AttentionBackendRegistry"),
             "octavo.integrations.diffusers.attention",

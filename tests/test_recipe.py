@@ -90,34 +90,6 @@ def test_the_defaults_quantize_nothing():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"vision_attention": "fp8"},
-        {"attention": "fp8"},
-        {"kv_cache": "fp8"},
-        {"components": {"transformer": {"attention": "fp8"}}},
-    ],
-)
-def test_exponentials_are_those_of_attention_in_e4m3(fields):
-    recipe = Recipe(**fields, exponentials="codes")
-    assert "exponentials: codes" in recipe.describe()
-    assert recipe.for_component("transformer").exponentials == "codes"
-    none = {"transformer": {"linear": "fp8"}, "vae": {"attention": "fp8"}}
-    assert recipe.replace(components=none).for_component("transformer").exponentials is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"linear": "fp8"}, {"vision_attention": "bf16"}, {"kv_cache": "fp8_e5m2"}],
-)
-def test_exponentials_without_attention_in_e4m3_are_refused(fields):
-    with pytest.raises(
-        ConfigError, match="exponentials 'exact' is for attention in e4m3, got none"
-    ):
-        Recipe(**fields, exponentials="exact")
-
-
-@pytest.mark.parametrize(
     ("fields", "is_empty"),
     [
         ({"components": {"vae": None}}, True),

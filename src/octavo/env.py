@@ -31,9 +31,8 @@ DEBUG = EnvVar(
 CACHE_DIR = EnvVar(
     "OCTAVO_CACHE_DIR",
     "~/.cache/octavo",
-    "Folder for compiled kernels, which `octavo warmup` fills and an image can carry, and for what "
-    "torch.compile makes. Unset, a `TRITON_CACHE_DIR` or `TORCHINDUCTOR_CACHE_DIR` that is set "
-    "counts; empty means the folders of Triton and torch.",
+    "Folder for compiled kernels, which `octavo warmup` fills and an image can carry. "
+    "Unset, a `TRITON_CACHE_DIR` that is set counts; empty means Triton's own folder.",
 )
 
 API_KEY = EnvVar(
@@ -57,12 +56,11 @@ def of_child() -> dict[str, str]:
 
 
 def use_cache_dir() -> None:
-    """Make OCTAVO_CACHE_DIR the folder in which Triton and torch.compile keep what they make."""
-    folder = os.path.expanduser(CACHE_DIR.read())
-    for name, part in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        is_told_otherwise = name in os.environ and CACHE_DIR.name not in os.environ
-        if folder and not is_told_otherwise:
-            os.environ[name] = os.path.join(folder, part)
+    """Make OCTAVO_CACHE_DIR the folder in which Triton keeps what it compiles."""
+    folder = CACHE_DIR.read()
+    is_told_otherwise = "TRITON_CACHE_DIR" in os.environ and CACHE_DIR.name not in os.environ
+    if folder and not is_told_otherwise:
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.expanduser(folder), "triton")
 
 
 def use_fused_products() -> None:

@@ -47,12 +47,6 @@ _USED: dict[str, dict[str, str]] = {
         "torch._dynamo.decorators.assume_constant_result": "_dynamo_marked_constant",
     },
     "octavo's compiled steps over a paged cache": {"torch._dynamo": "mark_static_address"},
-    "octavo's CUDA graphs of generate()": {
-        "torch._C": "_len_torch_dispatch_stack",
-        "torch.nn.Module": "_buffers _compiled_call_impl _forward_hooks _forward_pre_hooks "
-        "_modules _parameters",
-        "transformers.PreTrainedConfig": "_experts_implementation",
-    },
     "octavo's step caches": {
         "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
         "diffusers.HookRegistry": "_diffusers_hook _hook_order",
@@ -97,7 +91,7 @@ _USED: dict[str, dict[str, str]] = {
         "DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout abs "
         "allocate_shared_memory arange atomic_add barrier|thread_barrier constexpr convert_layout "
         "exp2 expand_dims float16 float32 float8e4nv float8e5 full inline_asm_elementwise int16 "
-        "int32 int64 int8 join load log2 max maximum min minimum num_programs num_warps program_id "
+        "int32 int64 int8 join load log2 max maximum minimum num_programs num_warps program_id "
         "shared_memory_descriptor static_range store sum tensor warp_specialize where zeros",
         "triton.language.core": "_aggregate",
     },
@@ -105,7 +99,7 @@ _USED: dict[str, dict[str, str]] = {
     "octavo's Hopper attention": {
         _HOPPER: "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait",
         f"{_HOPPER}.mbarrier": "MBarrierLayout arrive expect init wait",
-        f"{_HOPPER}.tma": "async_load|async_copy_global_to_shared tensor_descriptor",
+        f"{_HOPPER}.tma": "async_load|async_copy_global_to_shared",
     },
     "octavo's FP8 matrix product": {"triton.tools.tensor_descriptor": "TensorDescriptor"},
     "FP8 attention in transformers": {
@@ -116,12 +110,6 @@ _USED: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel": "_keep_in_fp32_modules _keep_in_fp32_modules_strict "
         "_keys_to_ignore_on_load_unexpected",
         "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
-    },
-    "FP8 experts of transformers": {
-        "transformers.PreTrainedConfig": "_experts_implementation",
-        "transformers.PreTrainedModel": "_is_hf_initialized",
-        "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
-        "transformers.models.mixtral.modeling_mixtral.MixtralExperts": "_apply_gate",
     },
     "octavo's quantizer": {
         "transformers.conversion_mapping": "get_model_conversion_mapping",

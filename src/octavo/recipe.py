@@ -246,14 +246,6 @@ class ComponentRecipe(Settings):
             for settings in self.quantized().values()
         )
 
-    @property
-    def has_fp8_attention(self) -> bool:
-        """Whether some attention has all operands in e4m3; decoding has not."""
-        parts = self.quantized()
-        cache = parts.get("kv_cache")
-        is_e4m3 = isinstance(cache, KvCacheSettings) and cache.format == "e4m3"
-        return is_e4m3 or not parts.keys().isdisjoint({"vision_attention", "attention"})
-
     @model_validator(mode="after")
     def _check_patterns(self) -> Self:
         fields = self.quantized().keys()
@@ -278,7 +270,6 @@ class Recipe(ComponentRecipe):
     model's defaults leave them; of diffusion transformers, "modulation" is all of that kind.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
-    exponentials: how FP8 attention makes its weights e4m3, by "codes" or "exact"; None chooses.
     scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, of linear
     layers {layer: {"input": …}}, for scaling "static" and the means of center_keys.
     margin: what calibration multiplies scales by before it saves them.
@@ -290,7 +281,6 @@ class Recipe(ComponentRecipe):
         AfterValidator(MappingProxyType),
     ] = Field(default_factory=lambda: MappingProxyType({}))
     promote_every: Annotated[Tiles | None, BeforeValidator(read_none)] = 1
-    exponentials: Annotated[Literal["codes", "exact"] | None, BeforeValidator(read_none)] = None
     scales: Annotated[str | InlineScales | None, PlainValidator(read_scales)] = None
     margin: Scale = 1.5
 
@@ -316,16 +306,6 @@ class Recipe(ComponentRecipe):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_exponentials(self) -> Self:
-        parts: list[ComponentRecipe] = [self, *filter(None, self.components.values())]
-        if self.exponentials is not None and not any(part.has_fp8_attention for part in parts):
-            raise ConfigError(
-                f"exponentials {self.exponentials!r} is for attention in e4m3, got none; set "
-                "vision_attention, attention or kv_cache"
-            )
-        return self
-
     def for_component(self, name: str, *, is_text_encoder: bool = False) -> "Recipe":
         """What this recipe says about one component, as a recipe without components."""
         own = {field: getattr(self, field) for field in ComponentRecipe.model_fields}
@@ -336,14 +316,8 @@ class Recipe(ComponentRecipe):
             own = {"linear": self.text_encoder, **patterns}
         if own.get("linear") is None:
             own |= dict.fromkeys(LINEAR_PATTERNS, ())
-        part = ComponentRecipe(**own)
-        return Recipe(
-            **own,
-            promote_every=self.promote_every,
-            exponentials=self.exponentials if part.has_fp8_attention else None,
-            scales=self.scales if part.is_static else None,
-            margin=self.margin,
-        )
+        scales = self.scales if ComponentRecipe(**own).is_static else None
+        return Recipe(**own, promote_every=self.promote_every, scales=scales, margin=self.margin)
 
     def replace(self, **changes: Any) -> "Recipe":
         """This recipe with other values in the named fields."""
@@ -358,8 +332,6 @@ class Recipe(ComponentRecipe):
                     lines.append(f"{prefix}{field}: {', '.join(patterns)}")
         if lines and self.promote_every != 1:
             lines.append(f"promote_every: {self.promote_every}")
-        if lines and self.exponentials is not None:
-            lines.append(f"exponentials: {self.exponentials}")
         if isinstance(self.scales, str):
             lines.append(f"scales: {self.scales}")
         elif self.scales is not None:

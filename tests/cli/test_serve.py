@@ -90,7 +90,6 @@ def test_defaults(calls):
     assert calls.recipe == Recipe()
     prompts = calls.options.pop("prompts")
     assert (prompts.add_bos, prompts.chat_template) == (None, None)
-    assert callable(calls.options.pop("tell"))
     assert calls.options == {"dtype": "auto", "device": None, "vision_impl": None}
     assert calls.engine == EngineSettings()
     assert calls.server.api_keys == ()
@@ -128,7 +127,7 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert server.images.allowed_hosts == ("h",)
     assert (calls.bound, server.allowed_hosts) == (("::", 9), ("::", "me"))
     assert (server.max_connections, server.header_timeout_s, server.body_timeout_s) == (9, 3.0, 4.0)
-    del calls.options["prompts"], calls.options["tell"]
+    del calls.options["prompts"]
     assert calls.options == {"dtype": "float32", "device": "cpu", "vision_impl": None}
 
 

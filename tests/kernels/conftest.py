@@ -41,10 +41,6 @@ LONG_CASES = re.compile(
     | test_quantize_qkv_streams.py::test_streams\[(odd|tiles|norms-(head|tensor))
     | test_quantize_qkv_streams.py::test_histories\[head
     | test_quantize_qkv_streams.py::test_streams_without_tokens\[2-\(0,\ (0|3)
-    | test_grouped_mm.py::test_(depths_that|long_sums|numbers_of_experts\[(2|7|130)|formats|strided)
-    | test_grouped_mm.py::test_every_pair_of_granularities\[.*(block|num_tokens)
-    | test_grouped_mm.py::test_tiles_and_streams\[.*(is_tma=True|PerTensor|PerBlock)
-    | test_grouped_mm.py::test_routings\[.*block_m
     | test_matvec.py::test_(columns|depths)\[\d+-(2049|2880)
     """,
     re.VERBOSE,

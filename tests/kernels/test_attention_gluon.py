@@ -1,9 +1,6 @@
 """Hopper's attention kernel against the reference: on a GPU, since Gluon has no interpreter."""
 
-import math
-from dataclasses import replace
-from functools import partial
-from itertools import product
+import dataclasses
 
 import pytest
 import torch
@@ -16,39 +13,57 @@ from octavo.kernels.attention.config import (
     is_valid_gluon,
 )
 from octavo.kernels.device import CPU, Device
+from octavo.numerics.accumulator import HOPPER_FP8
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.error import relative_rms
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.reference import attention as reference
 from octavo.reference.qkv import restore_values, transpose_values
-from octavo.reference.softmax import kernel_rounding
+from octavo.reference.softmax import Rounding, kernel_rounding
 from octavo.testing.asserts import assert_same_bits, assert_within_budget
 from octavo.testing.cases import LENGTHS, PACKED, AttentionCase, PackedCase
 from octavo.testing.inputs import make_attention_inputs, make_packed_inputs
 
 pytest.importorskip("triton")
 from octavo.kernels.attention.gluon_sm90 import attention
-from octavo_testkit.kernels import attention_checks as checks
-from octavo_testkit.kernels.attention_checks import rounding_of
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
-HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192, 224, 256)
-EXACT, CODES = (AttentionSpec(exponentials=how) for how in ("exact", "codes"))
-MODES = [
-    EXACT,
-    CODES,
-    replace(EXACT, promote_every=None),
-    replace(CODES, promote_every=None),
-]
+HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192)
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs compute capability 9.0",
 )
 
 
-run, check = partial(checks.run, attention), partial(checks.check, attention)
+def run(inputs, config=None):
+    packing = inputs.get("packing")
+    return attention(
+        inputs["q"],
+        inputs["k"],
+        transpose_values(inputs["v"], None if packing is None else packing.cu_seqlens_k),
+        inputs["spec"],
+        inputs["scales"],
+        packing=packing,
+        sinks=inputs["sinks"],
+        key_mask=None,
+        out_dtype=torch.float32,
+        value_layout="transposed",
+        config=config,
+    )
+
+
+def check(inputs, config=None):
+    call = reference.attention if "packing" not in inputs else reference.varlen_attention
+    truth, truth_lse = call(**inputs, compute=torch.float64)
+    config = config or default_gluon(inputs["q"].shape[-1], inputs["spec"])
+    model, _ = call(**inputs, rounding=kernel_rounding(E4M3, inputs["spec"]))
+    _, model_lse = call(**inputs, rounding=Rounding(E4M3, HOPPER_FP8, config.has_ones))
+    out, lse = run(inputs, config)
+    assert_within_budget(out, truth=truth, model=model)
+    assert_within_budget(lse, truth=truth_lse, model=model_lse)
+    return out
 
 
 def dense(granularity=None, **fields):
@@ -66,10 +81,9 @@ def test_lengths(case):
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", MODES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(head_dim, spec):
-    check(dense(PerHead(), q_len=200, kv_len=300, head_dim=head_dim, spec=spec))
+def test_head_dims(head_dim):
+    check(dense(PerHead(), q_len=200, kv_len=300, head_dim=head_dim))
 
 
 @hopper
@@ -90,18 +104,12 @@ def test_again_with_other_tensors(head_dim, granularity):
 
 
 SPECS = [
-    replace(EXACT, causal=True),
-    replace(EXACT, window=5),
-    replace(EXACT, window=170),
-    replace(EXACT, causal=True, window=40),
-    replace(EXACT, softcap=3.0),
-    replace(EXACT, causal=True, softcap=20.0, window=300, softmax_scale=0.3),
-    *(
-        replace(CODES, causal=causal, window=window)
-        for causal, window in ((True, None), (True, 40))
-    ),
-    replace(CODES, softcap=3.0),
-    replace(CODES, causal=True, promote_every=None),
+    AttentionSpec(causal=True),
+    AttentionSpec(window=5),
+    AttentionSpec(window=170),
+    AttentionSpec(causal=True, window=40),
+    AttentionSpec(softcap=3.0),
+    AttentionSpec(causal=True, softcap=20.0, window=300, softmax_scale=0.3),
 ]
 
 
@@ -175,7 +183,7 @@ def test_no_sequences_give_zeros():
     inputs = make_packed_inputs(case, dtype=E4M3, device="cuda")
     packing = inputs["packing"]
     none = packing.cu_seqlens_q[:1]
-    inputs["packing"] = replace(packing, cu_seqlens_q=none, cu_seqlens_k=none)
+    inputs["packing"] = dataclasses.replace(packing, cu_seqlens_q=none, cu_seqlens_k=none)
     out, lse = run(inputs)
     assert not out.any() and not lse.any()
 
@@ -222,47 +230,31 @@ def test_strided_and_unaligned_operands():
 
 CONFIGS = [
     *((head_dim, GluonConfig()) for head_dim in (64, 72, 96)),
-    *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 128)),
-    (72, GluonConfig(num_stages=2)),
-    (64, GluonConfig(num_stages=8, has_ones=True)),
+    *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 80, 96, 128)),
+    *((head_dim, GluonConfig(num_stages=2)) for head_dim in (64, 72)),
+    *((head_dim, GluonConfig(num_stages=8, has_ones=True)) for head_dim in (64, 72)),
     (128, GluonConfig(num_stages=2)),
-    (64, GluonConfig(block_n=64)),
-    *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 128)),
-    (80, GluonConfig(is_persistent=True, has_ones=True)),
+    *((64, GluonConfig(block_n=64, has_ones=has_ones)) for has_ones in (False, True)),
+    *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 104, 128)),
+    *((head_dim, GluonConfig(is_persistent=True, has_ones=True)) for head_dim in (64, 72, 80)),
     (72, GluonConfig(is_persistent=True, num_stages=2)),
-    *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192, 256)),
-    (72, GluonConfig(block_n=64, num_consumers=3)),
-    *((64, GluonConfig(is_longest_first=True, is_persistent=is_kept)) for is_kept in (False, True)),
-]
-CODES_CONFIGS = [
-    *((head_dim, GluonConfig()) for head_dim in (64, 72, 96, 128)),
-    *((head_dim, GluonConfig(block_n=256, num_stages=2)) for head_dim in (64, 80, 128)),
-    *((head_dim, GluonConfig(block_n=64)) for head_dim in (64, 136, 256)),
-    (256, GluonConfig(block_n=64, part_width=64)),
-    (64, GluonConfig(num_consumers=3)),
-    (72, GluonConfig(block_n=256, num_stages=2, is_persistent=True)),
-    (128, GluonConfig(is_persistent=True, is_longest_first=True)),
+    *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192)),
 ]
 
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("spec", "head_dim", "config"),
-    [(spec, *case) for spec, cases in ((EXACT, CONFIGS), (CODES, CODES_CONFIGS)) for case in cases],
-    ids=str,
-)
-def test_other_settings(spec, head_dim, config):
+@pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
+def test_other_settings(head_dim, config):
     for q_len, kv_len in ((300, 700), (1, 1), (193, 128), (65, 129), (64, 2000), (5, 0)):
-        inputs = dense(batch=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, spec=spec)
-        check(inputs, config)
-    causal = replace(spec, causal=True)
+        check(dense(batch=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim), config)
+    causal = AttentionSpec(causal=True)
     for q_len, kv_len in ((450, 450), (450, 100), (70, 520)):
         check(dense(batch=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, spec=causal), config)
     case = PackedCase(
         q_lens=(300, 1, 0, 130, 64),
         kv_lens=(300, 400, 7, 0, 64),
-        spec=causal,
+        spec=AttentionSpec(causal=True),
         has_sinks=True,
         head_dim=head_dim,
     )
@@ -281,27 +273,13 @@ def test_where_the_ring_begins_again(head_dim, causal):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_defaults_are_valid(head_dim):
-    for mode, causal in product(MODES, (False, True)):
-        spec = replace(mode, causal=causal)
-        assert is_valid_gluon(default_gluon(head_dim, spec), head_dim, spec)
+    for causal in (False, True):
+        assert is_valid_gluon(default_gluon(head_dim, AttentionSpec(causal=causal)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "head_dim", "spec"),
-    [
-        ({"block_n": 96}, 128, CODES),
-        ({"num_stages": 3}, 128, CODES),
-        ({"num_stages": 1}, 128, CODES),
-        ({"block_n": 16}, 128, CODES),
-        ({"num_consumers": 4}, 64, CODES),
-        ({"part_width": 128}, 256, CODES),
-        ({"num_stages": 8}, 128, CODES),
-        ({"block_n": 64, "num_stages": 8}, 256, CODES),
-        ({"block_n": 256}, 128, CODES),
-    ],
-)
-def test_settings_that_are_not_valid(changes, head_dim, spec):
-    assert not is_valid_gluon(GluonConfig(**changes), head_dim, spec)
+@pytest.mark.parametrize("changes", [{"block_n": 96}, {"num_stages": 3}, {"num_stages": 1}])
+def test_settings_that_are_not_valid(changes):
+    assert not is_valid_gluon(GluonConfig(**changes))
 
 
 @hopper
@@ -312,9 +290,7 @@ def test_long_sequences(head_dim, causal):
     sizes = [(1, 5000, heads, head_dim) for heads in (8, 2, 2)]
     q, k, v = (torch.randn(size, device="cuda") for size in sizes)
     qkv = ops.quantize_qkv(q, k, v, granularity=PerHead(), value_layout="transposed")
-    how = None if head_dim <= 192 else "codes"  # with exponentials Triton is faster there
-    spec = AttentionSpec(causal=causal, exponentials=how)
-    operands = (qkv.q, qkv.k, qkv.v, spec, qkv.scales)
+    operands = (qkv.q, qkv.k, qkv.v, AttentionSpec(causal=causal), qkv.scales)
     options = {"value_layout": "transposed", "impl": "gluon"}
     out = ops.attention(*operands, **options)
     rows = restore_values(qkv.v, 5000)
@@ -322,8 +298,7 @@ def test_long_sequences(head_dim, causal):
     truth, _ = reference.attention(*last, compute=torch.float64)
     model, _ = reference.attention(*last, rounding=kernel_rounding(E4M3, operands[3]))
     assert_within_budget(out[:, -64:], truth=truth, model=model)
-    exact = (*operands[:3], AttentionSpec(causal=causal), qkv.scales)
-    expected = ops.attention(*exact, value_layout="transposed", impl="triton")
+    expected = ops.attention(*operands, value_layout="transposed", impl="triton")
     # Rounding P costs each 0.026; they round around different maxima, so nothing cancels.
     assert relative_rms(out, expected.float()) < 2 * 0.026
     for _ in range(20):
@@ -417,61 +392,6 @@ def test_hopper_is_given_its_own_kernel():
     assert_same_bits(chosen, ops.attention(*operands, **options, impl="gluon"))
 
 
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("block_n", [128, 256])
-@pytest.mark.parametrize("place", [0, 700, 2047])
-@pytest.mark.parametrize("strength", [0, 8, 11, 12, 13, 16, 20, 70])
-def test_a_sink_takes_from_codes_what_the_tensor_core_cuts_off(
-    strength, place, block_n, monkeypatch
-):
-    """One key lies so many powers of two above the others, before, among or after them.
-
-    The tensor core cuts off what lies 13 bits below the sink, of P·V and of sums of P alike: all
-    that is added to a tile's sums after the sink. The model has tiles of the same size.
-    """
-    monkeypatch.setattr(reference, "KEY_TILE", block_n)
-    inputs = dense(batch=1, q_len=130, kv_len=2048, head_dim=128, spec=CODES)
-    inputs["k"], inputs["q"] = with_sink(inputs, strength, place)
-    config = GluonConfig(block_n=block_n, num_stages=2)
-    check(inputs, config, rounding=rounding_of(CODES, config, 128))
-
-
-def with_sink(inputs, strength, place):
-    """Keys and queries of which 32 dimensions are the sink's alone."""
-    k, q, scales = inputs["k"].float(), inputs["q"].float(), inputs["scales"]
-    unit = 32 * 448 * float(scales.q.max() * scales.k.max()) / 128**0.5 / math.log(2)
-    assert strength / unit <= 448
-    k[..., :32], q[..., :32] = 0, 448
-    k[:, place, :, :32] = strength / unit
-    return k.to(E4M3), q.to(E4M3)
-
-
-@pytest.mark.parametrize("strength", [0, 12, 70])
-def test_the_sink_is_as_strong_as_it_says(strength):
-    case = AttentionCase(batch=1, q_len=3, kv_len=64, head_dim=128, spec=CODES)
-    inputs = make_attention_inputs(case, dtype=E4M3, granularity=PerTensor())
-    k, q = with_sink(inputs, strength, 7)
-    scale = inputs["scales"].q * inputs["scales"].k / 128**0.5 / math.log(2)
-    logits = torch.einsum("bqd,bkd->bqk", q[:, :, 0].double(), k[:, :, 0].double()) * scale
-    others = logits[..., [i for i in range(64) if i != 7]]
-    assert (
-        (logits[..., 7] - others.median(-1).values) - strength
-    ).abs().max() < 0.07 * strength + 6
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [GluonConfig(), GluonConfig(block_n=256)], ids=str)
-def test_nan_stays_nan_in_codes(config):
-    inputs = dense(batch=1, q_len=130, kv_len=300, head_dim=64, spec=CODES)
-    k = inputs["k"].view(torch.uint8).clone()
-    k[:, 170, 0, 5] = 0x7F
-    out, _ = run(inputs | {"k": k.view(E4M3)}, config)
-    group = inputs["q"].shape[2] // inputs["k"].shape[2]
-    assert out[:, :, :group].isnan().all() and not out[:, :, group:].isnan().any()
-
-
 TRANSPOSED = frozenset({"transposed"})
 
 
@@ -482,9 +402,9 @@ TRANSPOSED = frozenset({"transposed"})
         (Device("cuda", "L4", (8, 9)), (E4M3, E4M3), 64, "head", TRANSPOSED, "9.0, got 8.9"),
         (H200, (BF16, BF16), 64, "tensor", TRANSPOSED, "takes e4m3, got torch.bfloat16"),
         (H200, (E4M3, E5M2), 64, "tensor", TRANSPOSED, "takes e4m3, got"),
-        (H200, (E4M3, E4M3), 48, "tensor", TRANSPOSED, "64 … 256, got 48"),
+        (H200, (E4M3, E4M3), 256, "tensor", TRANSPOSED, "64 … 192, got 256"),
         (H200, (E4M3, E4M3), 128, "token", TRANSPOSED, "scales per token"),
-        (H200, (E4M3, E4M3), 128, "head", TRANSPOSED | {"promote-later"}, "or never"),
+        (H200, (E4M3, E4M3), 128, "head", TRANSPOSED | {"one-level"}, "two levels"),
         (H200, (E4M3, E4M3), 128, "head", TRANSPOSED | {"key_mask"}, "key mask"),
         (H200, (E4M3, E4M3), 128, "head", TRANSPOSED | {"mixed"}, "one dtype"),
         (H200, (E4M3, E4M3), 128, "head", frozenset(), "values must lie transposed"),
@@ -495,16 +415,7 @@ def test_objections(device, dtypes, head_dim, granularity, features, message):
 
 
 def test_no_objection():
-    features = TRANSPOSED | {
-        "causal",
-        "window",
-        "sinks",
-        "softcap",
-        "packed",
-        "lse",
-        "codes",
-        "one-level",
-    }
+    features = TRANSPOSED | {"causal", "window", "sinks", "softcap", "packed", "lse"}
     assert hopper_objection(H200, (E4M3, E4M3), 72, "head", features) is None
 
 

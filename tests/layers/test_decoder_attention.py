@@ -20,7 +20,6 @@ from octavo.testing.asserts import assert_same_bits
 
 HEADS, KV_HEADS, PAGE_SIZE, LENGTHS = 4, 2, 16, (37, 5)
 CAUSAL = AttentionSpec(causal=True)
-SCALES = {"key_scale": torch.ones(()), "value_scale": torch.ones(())}
 
 
 def make_view(head_dim, dtype, scale=None):
@@ -53,22 +52,6 @@ def run(layer, view, q, k, v, slots, is_prefill=False):
         return layer.decode(q, view)
     ends = torch.tensor([0, 3, 6], dtype=torch.int32)
     return layer.prefill(q.flatten(0, 1), view, ends, 3).view(q.shape)
-
-
-@pytest.mark.parametrize("dtype", [E4M3.dtype, E5M2.dtype, None], ids=str)
-def test_codes_are_for_prompts_over_pages_in_e4m3(dtype):
-    q, k, v, slots = make_inputs(64)
-    spec = AttentionSpec(causal=True, exponentials="codes")
-    outs = {}
-    for name, one in (("codes", spec), ("any", CAUSAL)):
-        layer = DecoderAttention(
-            HEADS, KV_HEADS, one, dtype=dtype, **({} if dtype is None else SCALES)
-        )
-        view = make_view(64, torch.float32 if dtype is None else dtype)
-        outs[name] = [run(layer, view, q, k, v, slots, is_prefill) for is_prefill in (False, True)]
-    decoded, prefilled = zip(*outs.values(), strict=True)
-    assert_same_bits(*decoded)
-    assert torch.equal(*prefilled) == (dtype != E4M3.dtype)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])

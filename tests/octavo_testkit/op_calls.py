@@ -9,18 +9,11 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerBlock, PerHead, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.rotary import Rotary
-from octavo.testing.cases import (
-    AttentionCase,
-    GroupedCase,
-    MatmulCase,
-    PackedCase,
-    PagedCase,
-)
+from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
     Draw,
     make_attention_inputs,
     make_decode_inputs,
-    make_grouped_inputs,
     make_matmul_inputs,
     make_packed_inputs,
     make_paged_view,
@@ -141,15 +134,6 @@ CALLS = {
     "matmul-block": lambda: ops.scaled_mm(
         **make_matmul_inputs(MatmulCase(a=PerBlock(1, 64), b=PerBlock(64, 64)))
     ),
-    "grouped": lambda: ops.grouped_mm(
-        **make_grouped_inputs(GroupedCase(num_tokens=5, num_others=2, has_bias=True))
-    ),
-    "grouped-plain": lambda: ops.grouped_mm(**make_grouped_inputs(GroupedCase(a=None))),
-    "grouped-block": lambda: ops.grouped_mm(
-        **make_grouped_inputs(GroupedCase(a=PerBlock(1, 64), b=PerBlock(64, 64))),
-        out_dtype=torch.float32,
-    ),
-    "grouped-empty": lambda: ops.grouped_mm(**make_grouped_inputs(GroupedCase(counts=(0, 0)))),
     "gelu": lambda: ops.linear_gelu(**gelu_inputs()),
     "gelu-strided": lambda: ops.linear_gelu(
         torch.ones(40, 3).t(), Draw(0).normal(12, 90)[::2, 50:], torch.ones(12)[::2]

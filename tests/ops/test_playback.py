@@ -21,12 +21,11 @@ from octavo.ops.playback import tape_call
 from octavo.ops.register import Prepared
 from octavo.ops.select import PREPARED, forget_calls
 from octavo.testing.asserts import assert_same_bits
-from octavo.testing.cases import AttentionCase, GroupedCase, MatmulCase, PackedCase, PagedCase
+from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
     Draw,
     make_attention_inputs,
     make_decode_inputs,
-    make_grouped_inputs,
     make_matmul_inputs,
     make_packed_inputs,
     make_paged_view,
@@ -170,11 +169,6 @@ def matmul(seed: int, case: MatmulCase):
     return make_matmul_inputs(case, seed=seed, device="cuda"), ops.scaled_mm
 
 
-def grouped(seed: int, **options):
-    case = GroupedCase(**{"depth": 256, "columns": 136, "num_tokens": 50, **options})
-    return make_grouped_inputs(case, seed=seed, device="cuda"), ops.grouped_mm
-
-
 SMALL = AttentionCase(head_dim=64)
 # name -> the arguments of a call, by a seed, and the op
 CALLS = {
@@ -220,9 +214,6 @@ CALLS = {
     ),
     "product-plain": lambda seed: scaled_mm(seed, 20, activation=None, has_bias=False),
     "product-fp8": lambda seed: matmul(seed, MatmulCase(depth=256, columns=128)),
-    "grouped": lambda seed: grouped(seed, counts=(3, 0, 17), num_others=5, has_bias=True),
-    "grouped-tiles": lambda seed: grouped(seed, counts=(70, 0, 300)),
-    "grouped-plain": lambda seed: grouped(seed, a=None),
     "matvec": matvec,
     "rotate": rotate,
 }

@@ -17,11 +17,10 @@ from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
 from octavo.ops.register import on_device_of
 from octavo.testing.asserts import assert_same_bits
-from octavo.testing.cases import AttentionCase, GroupedCase, MatmulCase, PagedCase
+from octavo.testing.cases import AttentionCase, MatmulCase, PagedCase
 from octavo.testing.inputs import (
     make_attention_inputs,
     make_decode_inputs,
-    make_grouped_inputs,
     make_matmul_inputs,
     make_prefill_inputs,
 )
@@ -42,7 +41,6 @@ OPERATORS = {
     "append_kv",
     "attention",
     "decode_attention",
-    "grouped_mm",
     "linear_gelu",
     "matvec",
     "prefill_attention",
@@ -140,10 +138,6 @@ WITH_GRADIENTS = {
     "scaled_mm": (
         ops.scaled_mm,
         require_grad(make_matmul_inputs(MatmulCase(a=None, has_bias=True)), "a", "bias"),
-    ),
-    "grouped_mm": (
-        ops.grouped_mm,
-        require_grad(make_grouped_inputs(GroupedCase(a=None, has_bias=True)), "a", "bias"),
     ),
     "linear_gelu": (ops.linear_gelu, require_grad(gelu_inputs(), "x", "weight", "bias")),
     "matvec": (ops.matvec, require_grad(matvec_inputs(), "x", "weight", "bias")),

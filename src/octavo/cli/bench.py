@@ -358,7 +358,7 @@ def generate(
     graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
     the baseline's first (relative_rms); wrong ones end the run.
 
-    With --calls, model.generate() is timed as users call it, after a real prompt, on a
+    With --calls, model.generate() is timed as users call it: eagerly, after a real prompt, on a
     copy of the model to which the row's recipe is applied. That includes what the host does.
 
     Attributes:

@@ -129,9 +129,8 @@ class EngineOptions:
         memory_fraction: Share of a GPU's memory for weights and cache.
         num_pages: Pages of the cache; left out, what the run can use and memory has room for.
         page_size: Tokens of a page.
-        enforce_eager: No CUDA graphs, every kernel is launched by itself; nor is anything compiled,
-            unless --compile asks for it.
-        compile: torch.compile the model's dense parts; left out, on a GPU and where it works.
+        enforce_eager: No CUDA graphs: every kernel is launched by itself.
+        compile: torch.compile the model's dense parts.
     """
 
     max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None
@@ -140,7 +139,7 @@ class EngineOptions:
     num_pages: Annotated[int | None, typer.Option(min=1)] = None
     page_size: int = 64
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile")] = None
+    compile: Annotated[bool, typer.Option("--compile")] = False
 
     def settings(self, **others: Any) -> "EngineSettings":
         """The engine's settings; others: fields that are not among these options, or replace them.

@@ -215,7 +215,7 @@ def serve(
         words: dict[str, Any] = {"dtype": dtype, "device": device, "prompts": prompts}
         words["vision_impl"] = encoder.impl
         with err.status("loading the model"):
-            loaded = load_engine(model, recipe, engine_settings, **words, tell=err.print)
+            loaded = load_engine(model, recipe, engine_settings, **words)
         # Now, so that no request waits for a CUDA graph.
         loaded.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
         app = create_app(loaded, settings)

@@ -21,28 +21,24 @@ from octavo.integrations.changes import Changes
 from octavo.recipe import ComponentRecipe, LinearSettings, Recipe
 
 
-def apply_(
-    model: Any, recipe: Recipe, *, vision_impl: str | None = None, cuda_graphs: bool = True
-) -> Changes:
+def apply_(model: Any, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
     """Do what `recipe` says to a model or a diffusers pipeline, in place; returns what was changed.
 
     A field that octavo cannot do to this model is an error, and the model stays as it was; FP8
     vision attention on a GPU without FP8 is one, too. Linear layers are replaced one by one and
     cannot be restored. vision_impl: the implementation of vision attention by name, such as
-    "reference"; left out, the fastest that can. cuda_graphs: whether models of transformers replay
-    work that repeats from CUDA graphs (decode steps over an FP8 KV cache, requests to a vision
-    tower); what cannot be captured runs eagerly, and the result, or a warning, says why.
+    "reference"; left out, the fastest that can.
     """
     if vision_impl is not None:
         check_impl_name(vision_impl, recipe)
     if not isinstance(model, nn.Module):
         from octavo.integrations.diffusers.pipeline import apply_pipeline_
 
-        return apply_pipeline_(model, recipe, cuda_graphs=cuda_graphs)
+        return apply_pipeline_(model, recipe)
     preparation = prepare(model, recipe)
     changes = Changes({})
     try:
-        apply_attention_(preparation, changes, vision_impl, cuda_graphs=cuda_graphs)
+        apply_attention_(preparation, changes, vision_impl)
         apply_linear_(preparation, changes)  # last: it cannot be undone
     except Exception:
         if changes.layers:

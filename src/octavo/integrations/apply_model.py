@@ -17,17 +17,13 @@ from octavo.integrations.linear import (
     quantize_linear_,
 )
 from octavo.integrations.patch import check_patches, is_patched, undo_patches_
-from octavo.numerics.attention import AttentionSpec
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import Recipe
 
 # The fields that octavo can do to a model by itself; the others belong to a pipeline.
 MODEL_FIELDS = ("vision_attention", "attention", "kv_cache", "linear")
 # What patches of a model are for, in the order in which they are undone.
-FEATURES = (
-    *("step_graphs", "vision_graphs", "tower_graphs", "vision_attention"),
-    *("decode_graphs", "kv_cache"),
-)
+FEATURES = ("step_graphs", "vision_graphs", "vision_attention", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -84,15 +80,9 @@ def prepare(
     elif kept is None:
         match_layers(recipe.included_layers, [])  # nothing is kept: no pattern can match
         kept = {}
-    plan = plan_linear(
-        model, recipe.ignored_layers, kept, recipe.weight_only_layers, experts=recipe.linear
-    )
+    plan = plan_linear(model, recipe.ignored_layers, kept, recipe.weight_only_layers)
     scales = read_scales(recipe, recipe.linear)
     check_linear(model, plan, recipe.linear, scales)
-    if plan.experts:
-        from octavo.integrations.transformers.experts import check_experts
-
-        check_experts(model, plan.experts_settings(recipe.linear))
     return Preparation(model, recipe, skipped, plan, scales)
 
 
@@ -102,23 +92,12 @@ def is_diffusers_model(model: object) -> bool:
 
 
 def apply_attention_(
-    preparation: Preparation,
-    changes: Changes,
-    vision_impl: str | None = None,
-    *,
-    cuda_graphs: bool = True,
+    preparation: Preparation, changes: Changes, vision_impl: str | None = None
 ) -> None:
-    """Do what the recipe says about attention of any kind, noting it in `changes`.
-
-    cuda_graphs: whether a model of transformers replays CUDA graphs without being asked.
-    """
+    """Do what the recipe says about attention of any kind, noting it in `changes`."""
     model, recipe, skipped = preparation.model, preparation.recipe, preparation.skipped
     if recipe.vision_attention is not None:
-        from octavo.integrations.transformers import tower_graphs
-
         _apply_vision(model, recipe, skipped, changes, vision_impl)
-        if cuda_graphs and (told := tower_graphs.attach(model)):
-            changes.graphs["vision_attention"] = told
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
 
@@ -127,24 +106,22 @@ def apply_attention_(
             recipe.attention,
             skip_layers=skipped,
             scales=read_scales(recipe, recipe.attention),
-            spec=attention_spec(recipe),
+            promote_every=recipe.promote_every,
         )
         changes.fused["attention"] = attention.find_fused(model)
         changes.left["attention"] = attention.find_others(model)
     if recipe.kv_cache is not None:
-        from octavo.integrations.transformers import decode_graphs, kv_cache, text
+        from octavo.integrations.transformers import kv_cache, text
 
         changes.layers["kv_cache"] = kv_cache.attach(
             model,
             recipe.kv_cache,
             skip_layers=skipped,
             scales=read_scales(recipe),
-            spec=attention_spec(recipe),
+            promote_every=recipe.promote_every,
         )
         changes.fused["kv_cache"] = kv_cache.find_fused(model)
         changes.left["kv_cache"] = text.find_others(model)
-        if cuda_graphs and (told := decode_graphs.attach(model)):
-            changes.graphs["kv_cache"] = told
 
 
 def apply_linear_(preparation: Preparation, changes: Changes) -> None:
@@ -154,15 +131,8 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
         return
     changes.layers["linear"] = quantize_linear_(model, plan, settings, preparation.scales)
     changes.left["linear"] = plan.left
-    if plan.experts:
-        from octavo.integrations.transformers.experts import quantize_experts_
-
-        quantize_experts_(model, plan.experts_settings(settings))
-        changes.layers["linear"] += plan.experts
-        changes.experts["linear"] = list(plan.experts)
     if plan.weight_only:
-        names = (*plan.chosen, *plan.experts)
-        changes.weight_only["linear"] = [name for name in names if name in plan.weight_only]
+        changes.weight_only["linear"] = [n for n in plan.chosen if n in plan.weight_only]
     if is_diffusers_model(model):
         from octavo.integrations.diffusers.linear import use_faster_forms_
         from octavo.integrations.diffusers.quantizer import note_quantized_
@@ -226,7 +196,7 @@ def _apply_vision(
         recipe.vision_attention,
         skip_layers=skipped,
         scales=read_scales(recipe, recipe.vision_attention),
-        spec=attention_spec(recipe),
+        promote_every=recipe.promote_every,
         impl=impl,
     )
     changes.fused["vision_attention"] = vision.find_fused(model)
@@ -270,11 +240,6 @@ def detach_(model: nn.Module) -> dict[str, list[str]]:
 
         undone["attention"] = attention.detach(model)
     return {name: layers for name, layers in undone.items() if layers}
-
-
-def attention_spec(recipe: Recipe) -> AttentionSpec:
-    """How every attention call of a recipe makes its weights FP8 and adds up products."""
-    return AttentionSpec(promote_every=recipe.promote_every, exponentials=recipe.exponentials)
 
 
 def read_scales(recipe: Recipe, part: Any = None) -> ScaleSet | None:

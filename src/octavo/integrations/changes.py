@@ -14,29 +14,24 @@ class Changes:
 
     fused: those of them whose whole forward was replaced, not only the attention in it; of
     diffusers' layers, those whose norms and rotary embedding are part of the pass that quantizes.
-    experts: those of the linear layers that are mixtures of experts, each of which counts as one.
     weight_only: linear layers whose weight alone was quantized because weight_only_layers say so.
     joint: linear layers that read the same input and are one product of it, group by group.
     left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
     to, or left alone on purpose. faster: layers that are not quantized, norms too, and have a form
-    that takes less of a GPU's time in 16 bits. graphs: what is replayed from CUDA graphs and what
-    that costs first, or why it is not.
+    that takes less of a GPU's time in 16 bits.
     """
 
     layers: dict[str, list[str]]
     fused: dict[str, list[str]] = field(default_factory=dict)
-    experts: dict[str, list[str]] = field(default_factory=dict)
     weight_only: dict[str, list[str]] = field(default_factory=dict)
     joint: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     left: dict[str, dict[str, str]] = field(default_factory=dict)
     faster: dict[str, list[str]] = field(default_factory=dict)
-    graphs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
         for name, layers in self.layers.items():
-            kinds = {"fused": self.fused, "mixtures of experts": self.experts}
-            kinds["weight-only"] = self.weight_only
+            kinds = {"fused": self.fused, "weight-only": self.weight_only}
             counts = {kind: len(found.get(name, ())) for kind, found in kinds.items()}
             told = "".join(f", {n} of them {kind}" for kind, n in counts.items() if n)
             if joint := self.joint.get(name):
@@ -53,6 +48,4 @@ class Changes:
                     lines.append(f"{name}: {kept}: {list_names(left)}")
             if faster := self.faster.get(name):
                 lines.append(f"{name}: {len(faster)} plain layers have a faster form on a GPU")
-            if name in self.graphs:
-                lines.append(f"{name}: {self.graphs[name]}")
         return "\n".join(lines) or "nothing was changed"

@@ -18,7 +18,6 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.output_heads import OUTPUT_HEAD, find_heads
 from octavo.internals import internals
-from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
 from octavo.layers.saturation import EVERY, WATCH, Saturation, SaturationCounter
 from octavo.ops.check import check_fp8_device
@@ -53,7 +52,6 @@ with internals("torch"):
     from torch.nn.modules.conv import _ConvNd
 
 IGNORED = "ignored_layers"
-STATIC_EXPERTS = "experts: calibration finds no input scales for them; dynamic scaling needs none"
 # Layers left alone by default, by the last component of their names.
 SENSITIVE_NAMES = {
     "lm_head": OUTPUT_HEAD,
@@ -70,22 +68,16 @@ class LinearPlan:
     """The linear layers of a model: which are quantized, and which are left alone and why.
 
     chosen: the names under which the model has each layer, by the first of them. weight_only: those
-    of them whose weight alone is quantized, whatever the settings of all are. experts: mixtures of
-    experts of transformers that are quantized.
+    of them whose weight alone is quantized, whatever the settings of all are.
     """
 
     chosen: dict[str, tuple[str, ...]]
     left: dict[str, str]
     weight_only: frozenset[str] = frozenset()
-    experts: tuple[str, ...] = ()
 
     def settings_of(self, name: str, settings: LinearSettings) -> LinearSettings:
         """The settings of one layer; settings: those of all."""
         return settings.weight_only() if name in self.weight_only else settings
-
-    def experts_settings(self, settings: LinearSettings) -> dict[str, LinearSettings]:
-        """The settings of each mixture of experts, by name."""
-        return {name: self.settings_of(name, settings) for name in self.experts}
 
     def with_inputs(self) -> list[str]:
         """The layers whose inputs are quantized as the settings of all say."""
@@ -97,19 +89,16 @@ def plan_linear(
     ignored_layers: Sequence[str] = (),
     kept: Mapping[str, str] = MappingProxyType({}),
     weight_only_layers: Sequence[str] = (),
-    *,
-    experts: LinearSettings | None = None,
 ) -> LinearPlan:
     """What to quantize in a model; it is an error if nothing is, or if something is already.
 
     kept: layers that stay by what is known of the model, with the reason. weight_only_layers:
     patterns of layers whose weight alone is quantized, also of those that are kept; one that has to
-    stay, or is ignored as well, is an error. experts: the settings of mixtures of experts, each of
-    which is one layer; left out, they stay.
+    stay, or is ignored as well, is an error.
     """
     places = _places(model)
     modules = {names[0]: model.get_submodule(names[0]) for names in places}
-    if done := [n for n, m in modules.items() if isinstance(m, Fp8Linear | Fp8ExpertLinear)]:
+    if done := [name for name, module in modules.items() if isinstance(module, Fp8Linear)]:
         raise ConfigError(
             f"expected a model with plain linear layers, got {len(done)} in FP8 already, such as "
             f"{done[0]}: a checkpoint in FP8 runs as it is, so leave --quantization, or the "
@@ -121,11 +110,8 @@ def plan_linear(
             "Fp8Linear.from_linear makes one of it"
         )
     others = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
-    mixtures = {name for name, module in modules.items() if experts and is_experts(module)}
-    named = {n: reason for n, reason in others.items() if reason is not None and n not in mixtures}
-    if experts is not None and experts.scaling == "static":
-        named |= dict.fromkeys(mixtures, STATIC_EXPERTS)
-    plain = {name for name, module in modules.items() if type(module) is nn.Linear} | mixtures
+    named = {name: reason for name, reason in others.items() if reason is not None}
+    plain = {name for name, module in modules.items() if type(module) is nn.Linear}
     layers = [
         Layer(name, layer_index(name), is_modulation=kept.get(name) == MODULATION)
         for name in modules
@@ -140,16 +126,14 @@ def plan_linear(
     named = {name: reason for name, reason in named.items() if name not in weight_only}
     named |= dict.fromkeys(ignored, IGNORED)
     chosen = {names[0]: names for names in places if names[0] in plain and names[0] not in named}
-    found = tuple(name for name in chosen if name in mixtures)
-    chosen = {name: names for name, names in chosen.items() if name not in mixtures}
-    if not chosen and not found:
+    if not chosen:
         reasons = [f"{name} ({reason})" for name, reason in named.items()]
         raise ConfigError(
             f"expected linear layers to quantize, got none in {type(model).__name__}; left alone "
             f"are {list_names(reasons) or 'none'}"
         )
     left = {name: named[name] for name in modules if name in named}
-    return LinearPlan(chosen, left, frozenset(weight_only), found)
+    return LinearPlan(chosen, left, frozenset(weight_only))
 
 
 def _check_weight_only(names: Iterable[str], firm: Mapping[str, str], ignored: set[str]) -> None:
@@ -178,7 +162,7 @@ def check_linear(
     for name in plan.chosen:
         module = model.get_submodule(name)
         assert isinstance(module, nn.Linear)
-        if has_hooks(module):
+        if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
             raise UnsupportedError(
                 f"{name}: expected a linear layer without hooks, got some, which its replacement "
                 "would lose: remove them (offloaded weights have hooks, too) or ignore the layer"
@@ -215,41 +199,12 @@ def put_linear_(model: nn.Module, places: Iterable[str], layer: nn.Linear) -> No
 
 def find_converted(model: nn.Module) -> list[str]:
     """The FP8 layers whose plain weights are gone."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, Fp8ExpertLinear)
-        or (isinstance(module, Fp8Linear) and module.is_converted)
-    ]
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is a mixture of experts that transformers lets others run.
-
-    By what `use_experts_implementation` gives to all of them: transformers need not be installed.
-    """
-    flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
-    return "down_proj" in dict(module.named_parameters(recurse=False)) and all(
-        hasattr(module, flag) for flag in flags
-    )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens in a module's forward than its class says."""
-    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
+    return [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) and m.is_converted]
 
 
 def find_linear(model: nn.Module) -> dict[str, nn.Module]:
     """The modules with weights like a linear layer's, by name: FP8 layers and experts as well."""
-    return {n: m for n, m in model.named_modules() if _other_kind(m) or fp8_layer(m)}
-
-
-def fp8_layer(module: nn.Module) -> Fp8Linear | Fp8ExpertLinear | None:
-    """A module that is an FP8 layer, the second layer of experts in FP8; None for others."""
-    if isinstance(module, Fp8Linear):
-        return module
-    last = dict(module.named_children()).get("fp8_down_proj")
-    return last if isinstance(last, Fp8ExpertLinear) else None
+    return {n: m for n, m in model.named_modules() if _other_kind(m) is not None}
 
 
 def _places(model: nn.Module) -> list[tuple[str, ...]]:

@@ -1,6 +1,5 @@
 """Attention of a decoder's layer over a paged KV cache."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,10 +86,7 @@ class DecoderAttention(Float32Buffers):
         if dtype is not None and not is_fp8(dtype):
             raise ConfigError(f"{name}: expected an FP8 dtype or None, got {dtype}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.dtype, self.granularity, self.name = dtype, granularity, name
-        # Only prompts over pages in e4m3 have weights in FP8.
-        self.spec = replace(spec, exponentials=None)
-        self.prefill_spec = spec if dtype == E4M3.dtype else self.spec
+        self.spec, self.dtype, self.granularity, self.name = spec, dtype, granularity, name
         self.counts_saturation = counts_saturation
         self.changes_keys = rotates_keys or key_mean is not None
         self.impl: str | None = None
@@ -151,11 +147,6 @@ class DecoderAttention(Float32Buffers):
     def rotates_keys(self) -> bool:
         """Whether keys and queries are multiplied by a Hadamard matrix."""
         return self.rotation is not None
-
-    @property
-    def scales_queries(self) -> bool:
-        """Whether queries of a prefill are quantized by the largest of them all."""
-        return self.dtype == E4M3.dtype and self.query_scale is None
 
     def extra_repr(self) -> str:
         """What is not in the buffers."""
@@ -243,7 +234,7 @@ class DecoderAttention(Float32Buffers):
         else:
             q = q.to(out_dtype)
         return ops.prefill_attention(
-            *(q, view, cu_seqlens, max_seqlen, self.prefill_spec, scale),
+            *(q, view, cu_seqlens, max_seqlen, self.spec, scale),
             sinks=sinks,
             num_cached_tokens=num_cached_tokens,
             out_dtype=out_dtype,

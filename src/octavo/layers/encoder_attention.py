@@ -1,14 +1,12 @@
 """EncoderAttention: attention without a cache, in FP8 with scales of its own or as the model is."""
 
-from dataclasses import replace
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo import ops
 from octavo.errors import ConfigError
 from octavo.layers.scaling import DynamicScaling, StaticScaling, Three
-from octavo.numerics.attention import PLAIN, AttentionSpec, Packing
+from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.rotary import Rotary
@@ -35,7 +33,7 @@ class EncoderAttention(nn.Module):
         *,
         fp8: AttentionSettings | None = None,
         scales: QkvScales | None = None,
-        spec: AttentionSpec = PLAIN,
+        promote_every: int | None = 1,
         impl: str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -48,7 +46,7 @@ class EncoderAttention(nn.Module):
             )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.name, self.impl = name, impl
-        self.spec = replace(spec, softmax_scale=scale)
+        self.spec = AttentionSpec(softmax_scale=scale, promote_every=promote_every)
         self.scaling = self._scaling(fp8, scales, group)
 
     def _scaling(

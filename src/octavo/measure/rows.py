@@ -98,7 +98,6 @@ WORDS: Mapping[str, Word] = {
     "weight_only": Word("weight_only_layers", operand="PATTERN"),
     "skip": Word("skip_layers", operand="PATTERN"),
     "promote": Word("promote_every", operand="TILES"),
-    "exponentials": Word("exponentials", operand="codes|exact"),
     "scales": Word("scales", operand="FILE"),
     "prefill": Word(None, operand="IMPL"),
 }
@@ -151,11 +150,11 @@ DIFFUSION = Dialect(
         "attention-static": "attention=static",
     },
     plain=("bf16-faster",),
-    takes=("linear", "attention", *_LINEAR_PATTERNS, "skip", "promote", "exponentials", "scales"),
+    takes=("linear", "attention", *_LINEAR_PATTERNS, "skip", "promote", "scales"),
 )
 VISION = Dialect(  # ChartQA and whole vision towers
     words={"dynamic": "vision", "static": "vision=static", "fused-bf16": "vision=bf16"},
-    takes=("vision", "skip", "promote", "exponentials", "scales"),
+    takes=("vision", "skip", "promote", "scales"),
 )
 GENERATE = Dialect(
     words={

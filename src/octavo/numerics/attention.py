@@ -76,10 +76,6 @@ class AttentionSpec:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
-# What a call computes that asks for nothing.
-PLAIN = AttentionSpec()
-
-
 @lru_cache(maxsize=1024)
 def parse_spec(text: str) -> AttentionSpec:
     """The spec whose str() is `text`: how a spec travels through torch.library."""

@@ -4,7 +4,6 @@ from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.decode_attention import decode_attention
 from octavo.ops.explain import Explanation, explain
-from octavo.ops.grouped_mm import grouped_mm
 from octavo.ops.linear_gelu import linear_gelu
 from octavo.ops.matvec import matvec
 from octavo.ops.plan_decode import plan_decode
@@ -25,7 +24,6 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
-    "grouped_mm",
     "linear_gelu",
     "matvec",
     "plan_decode",

@@ -99,7 +99,7 @@ def attention(
     sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
     where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
     return_lse: also the log of the softmax denominator, float32, q's shape without head_dim; the
-    gluon impl adds up P as it was rounded for head_dims below 128, and codes for all.
+    gluon impl adds up P as it was rounded for head_dims other than 128.
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
@@ -250,7 +250,7 @@ _OPERATOR = Operator("attention", AttentionArguments, empty_result)
 
 
 def objection_to_codes(request: Request) -> str | None:
-    """Why Triton's kernels cannot serve a request: P by codes is Hopper's."""
+    """Why no kernel can serve a request: P by codes is the reference's so far."""
     return "it takes P by exponentials" if "codes" in request.features else None
 
 
@@ -261,13 +261,14 @@ def _triton_objection(request: Request) -> str | None:
 
 def objection_to_gluon(request: Request) -> str | None:
     """Why Hopper's kernel cannot serve a request; None if it can."""
-    return hopper_objection(
+    found = hopper_objection(
         request.device,
         (request.dtype, request.other_dtype),
         request.head_dim,
         request.granularity,
         request.features,
     )
+    return found or objection_to_codes(request)
 
 
 register_reference("attention", _reference)

@@ -15,7 +15,6 @@ _KINDS = {
     "append_kv": ("BF16", "BF16 to FP8"),
     "attention": ("BF16", "FP8"),
     "decode_attention": ("BF16", "BF16 to FP8"),
-    "grouped_mm": ("FP8", "BF16 to FP8"),
     "linear_gelu": ("BF16",),
     "matvec": ("BF16",),
     "prefill_attention": ("BF16", "FP8"),

@@ -92,9 +92,9 @@ class ProductArguments(Arguments):
             if self.a_scale is not None:
                 _check_static(self.a_scale, self.a_granularity)
         else:
-            check_quantized("a", operand)
-        check_quantized("b", b)
-        check_granularities(self.a_granularity, b.granularity)
+            _check_quantized("a", operand)
+        _check_quantized("b", b)
+        _check_granularities(self.a_granularity, b.granularity)
         if bias is not None:
             check_float("bias", bias)
             if tuple(bias.shape) != (b.data.shape[0],):
@@ -149,8 +149,7 @@ class ProductArguments(Arguments):
         return result if self.a.dim() == 2 else result.view(*self.a.shape[:-1], result.shape[-1])
 
 
-def check_quantized(name: str, x: Quantized) -> None:
-    """Raise unless an operand is FP8 with scales that fit."""
+def _check_quantized(name: str, x: Quantized) -> None:
     if not is_fp8(x.data.dtype):
         raise ConfigError(f"expected {name}'s data in FP8, got {x.data.dtype}")
     check_scale(name, x.scale, x.granularity, tuple(x.data.shape))
@@ -163,8 +162,7 @@ def _check_static(scale: Tensor, activation: Granularity | None) -> None:
     check_scale("a", scale, activation, ())
 
 
-def check_granularities(a: Granularity | None, b: Granularity) -> None:
-    """Raise unless an activation and a weight can be multiplied with these scales."""
+def _check_granularities(a: Granularity | None, b: Granularity) -> None:
     if not isinstance(b, PerTensor | PerChannel | PerBlock):
         raise ConfigError(f"expected b per tensor, channel or block, got per {b}")
     if a is None:
@@ -199,21 +197,20 @@ def _reference(
     return reference(a, b, bias).to(out_dtype)
 
 
-def granularities_of(request: Request) -> tuple[Granularity, Granularity]:
-    """Those of a and b, as the request of a product names them."""
+def _granularities(request: Request) -> tuple[Granularity, Granularity]:
     a, _, b = request.granularity.partition(" by ")
     return parse_granularity(a), parse_granularity(b or a)
 
 
 def _triton_objection(request: Request) -> str | None:
     is_quantized = "activation" in request.features
-    activation = granularities_of(request)[0] if is_quantized else None
+    activation = _granularities(request)[0] if is_quantized else None
     is_fp8_product = is_quantized or is_fp8(request.dtype)
     return objection(request.device, is_fp8=is_fp8_product, activation=activation)
 
 
 def _torch_objection(request: Request) -> str | None:
-    a, b = granularities_of(request)
+    a, b = _granularities(request)
     a_dtype = E4M3.dtype if "activation" in request.features else request.dtype
     return torch_objection(
         request.device,
@@ -226,7 +223,7 @@ def _torch_objection(request: Request) -> str | None:
 
 
 def _torch_reluctance(request: Request) -> str | None:
-    return torch_reluctance(_shape_of(request), granularities_of(request))
+    return torch_reluctance(_shape_of(request), _granularities(request))
 
 
 def _shape_of(request: Request) -> MatmulShape | None:

@@ -22,7 +22,6 @@ OPS = (
     "append_kv",
     "attention",
     "decode_attention",
-    "grouped_mm",
     "linear_gelu",
     "matvec",
     "prefill_attention",

@@ -35,36 +35,6 @@ def scaled_mm(
     return out if bias is None else out + bias.to(compute)
 
 
-def grouped_mm(
-    a: Quantized | Tensor,
-    b: Quantized,
-    ends: Tensor,
-    tokens: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    compute: torch.dtype = torch.float32,
-) -> Tensor:
-    """Rows of a, each times the weight of its expert, in the `compute` dtype: [rows, columns].
-
-    b: [experts, columns, K]; ends: [experts], where each expert's rows end and the next one's
-    begin; bias: [experts, columns]. tokens: [rows], which row of a each of them is; left out, they
-    are a's own. Rows behind the last end belong to no expert: they are zero. Every product is a
-    `scaled_mm`; nothing else is rounded.
-    """
-    data = a if isinstance(a, Tensor) else a.data
-    num_rows = len(data if tokens is None else tokens)
-    out = torch.zeros(num_rows, b.data.shape[1], dtype=compute, device=data.device)
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > begin:
-            rows = slice(begin, end) if tokens is None else tokens[begin:end].long()
-            own = None if bias is None else bias[expert]
-            x = a[rows] if isinstance(a, Tensor) else _part(a, rows)
-            out[begin:end] = scaled_mm(x, _part(b, expert), own, compute=compute)
-        begin = max(begin, end)
-    return out
-
-
 def matvec(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, compute: torch.dtype = torch.float32
 ) -> Tensor:
@@ -87,14 +57,6 @@ def linear_gelu(
     """
     out = x.to(compute) @ weight.to(compute).t() + bias.to(compute)
     return torch.nn.functional.gelu(out, approximate="tanh")
-
-
-def _part(x: Quantized, index: slice | Tensor | int) -> Quantized:
-    """Rows of an operand, or one expert of a weight, with their scales."""
-    scale = x.scale if isinstance(x.granularity, PerTensor) else x.scale[index]
-    # torch cannot pick rows of FP8 on a CPU.
-    data = x.data.view(torch.uint8)[index].view(x.data.dtype)
-    return Quantized(data, scale, x.granularity)
 
 
 def _data_and_block(x: Quantized | Tensor) -> tuple[Tensor, int | None]:

@@ -17,10 +17,8 @@ FP8_WEIGHT_RANGE = 2.0**8
 TOP_CODE = 120 - 7 / 16
 # With codes a tile's reference lies at most so many powers of two below the largest logit so far.
 CODE_SPAN = 64 * math.log(2)
-# A row is rounded where all keys with one value of (key mod 8) // 2 lie further below.
+# Where some keys lie further below the reference, in groups of key mod 8, the row is rounded.
 CODE_FAR = 9 * math.log(2)
-# Codes are multiplied by this, so that float16's largest number is the code 126, e4m3's largest.
-CODE_UNIT = 1 / 0.001922607421875
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,17 @@ def codes(p: Tensor) -> Tensor:
     8 · log2(p) + 120 but for a small error, and whoever has the logarithm needs no p.
     """
     # As kernels do: float16 numbers of the size of 1024 are integers.
-    scaled = ((8 * torch.log2(p) + TOP_CODE) * CODE_UNIT).clamp(min=0, max=65504).half()
-    code = (scaled.double() / CODE_UNIT + 1024).half() - 1024
+    code = (8 * torch.log2(p) + TOP_CODE).clamp(min=0).half() + 1024 - 1024
     byte = torch.where(code.isnan(), 0x7F, code).to(torch.uint8)
     return byte.view(torch.float8_e4m3fn)
 
 
 def _has_far_keys(logits: Tensor, reference: Tensor) -> Tensor:
-    """Whether all keys of one thread lie far below a row's reference: [heads, rows, 1]."""
-    padded: Tensor = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 8), value=-torch.inf)
-    of_threads = padded.reshape(*padded.shape[:-1], -1, 4, 2).amax((-3, -1))
-    return of_threads.amin(-1, keepdim=True) < reference.unsqueeze(-1) - CODE_FAR
+    """Whether all keys of one remainder mod 8 lie far below a row's reference: [heads, rows, 1]."""
+    num_missing = -logits.shape[-1] % 8
+    padded: Tensor = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf)
+    groups = padded.reshape(*padded.shape[:-1], -1, 8).amax(-2)
+    return groups.amin(-1, keepdim=True) < reference.unsqueeze(-1) - CODE_FAR
 
 
 class OnlineSoftmax:
@@ -117,7 +115,10 @@ class OnlineSoftmax:
         self.reference = reference
         if self.rounding.has_codes:
             self.is_far = _has_far_keys(logits, finite)
-        self.row_sum = self.row_sum * shrink + self._sum_of(p)
+        added = p
+        if self.rounding.has_rounded_sums:
+            added = self._round(p).to(p.dtype) / self.weight_range
+        self.row_sum = self.row_sum * shrink + added.sum(dim=-1)
         self.total = self.total * shrink.unsqueeze(-1)
         self.partial = self.partial * shrink.unsqueeze(-1)
         self._add_values(p if v_weight is None else p * v_weight, v)
@@ -140,17 +141,6 @@ class OnlineSoftmax:
             return self.largest
         reference = torch.maximum(found, self.largest - CODE_SPAN)
         return torch.where(found == -torch.inf, self.reference, reference)
-
-    def _sum_of(self, p: Tensor) -> Tensor:
-        """Sums of a tile's P, which the tensor core adds up like any product where it does."""
-        if not self.rounding.has_rounded_sums:
-            return p.sum(dim=-1)
-        weights = self._round(p)
-        if self.rounding.accumulator is None:
-            return weights.to(p.dtype).sum(dim=-1) / self.weight_range
-        ones = torch.ones_like(p[..., :1, :]).to(weights.dtype)
-        total = self.rounding.accumulator.matmul(weights, ones).squeeze(-1)
-        return total.to(p.dtype) / self.weight_range
 
     def _add_values(self, p: Tensor, v: Tensor) -> None:
         weights = self._round(p)

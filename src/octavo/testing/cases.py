@@ -91,24 +91,6 @@ class MatmulCase(Case):
     has_bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedCase(Case):
-    """counts: rows of each expert; a [sum of counts and num_others, depth] by [columns, depth].
-
-    num_tokens: of a, which rows pick from; left out, every row of a is one. num_others: rows of no
-    expert.
-    """
-
-    counts: tuple[int, ...] = (3, 0, 1, 17)
-    num_others: int = 0
-    columns: int = 65
-    depth: int = 192
-    num_tokens: int | None = None
-    a: Granularity | None = PerToken()
-    b: Granularity = PerChannel()
-    has_bias: bool = False
-
-
 # Query and KV heads: as many, grouped, one for all, and groups that are no power of two.
 HEADS = ((4, 4), (8, 2), (4, 1), (9, 3), (7, 1))
 HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256)
@@ -145,10 +127,4 @@ MATMULS = tuple(
     for a in (None, PerTensor(), PerToken(), PerBlock(1, 64))
     for b in (PerTensor(), PerChannel(), PerBlock(64, 64), PerBlock(1, 64))
     for has_bias in (False, True)
-)
-
-# The same for experts.
-GROUPED = tuple(
-    GroupedCase(a=one.a, b=one.b, has_bias=one.has_bias, num_tokens=9 if one.has_bias else None)
-    for one in MATMULS
 )

@@ -18,13 +18,7 @@ from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToke
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import quantize
 from octavo.reference.paged import append_kv
-from octavo.testing.cases import (
-    AttentionCase,
-    GroupedCase,
-    MatmulCase,
-    PackedCase,
-    PagedCase,
-)
+from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
 
 Device = torch.device | str
 
@@ -205,31 +199,6 @@ def make_matmul_inputs(
         "a": a if case.a is None else quantize(a, case.a),
         "b": quantize(b, case.b),
         "bias": draw.normal(case.columns, dtype=dtype) if case.has_bias else None,
-    }
-
-
-def make_grouped_inputs(
-    case: GroupedCase,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    device: Device = "cpu",
-) -> dict[str, Any]:
-    """Arguments of `grouped_mm`; dtype: of a plain activation and of the bias."""
-    draw = Draw(seed, device)
-    num_experts, num_rows = len(case.counts), sum(case.counts) + case.num_others
-    num_tokens = num_rows if case.num_tokens is None else case.num_tokens
-    a = draw.normal(num_tokens, case.depth, dtype=dtype)
-    b = draw.normal(num_experts, case.columns, case.depth, dtype=dtype)
-    tokens = None
-    if case.num_tokens is not None:
-        tokens = torch.arange(num_rows, device=device) * 7 % num_tokens
-    return {
-        "a": a if case.a is None else quantize(a, case.a),
-        "b": quantize(b, case.b),
-        "ends": cumulative(case.counts, device=device)[1:],
-        "tokens": tokens,
-        "bias": draw.normal(num_experts, case.columns, dtype=dtype) if case.has_bias else None,
     }
 
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from octavo import ConfigError, Recipe, UnsupportedError, apply_, restore_
 from octavo.integrations.diffusers import attention
-from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.quantize import quantize
@@ -42,8 +41,8 @@ def make_qkv(q_len=33, kv_len=33, num_kv_heads=HEADS, dtype=torch.bfloat16, devi
     return [torch.randn(BATCH, n, h, HEAD_DIM).to(device, dtype) for n, h in lengths]
 
 
-def dispatch(qkv, settings=TENSOR, spec=PLAIN, **options):
-    backend = attention.register(settings, spec)
+def dispatch(qkv, settings=TENSOR, promote_every=1, **options):
+    backend = attention.register(settings, promote_every)
     return dispatch_attention_fn(*qkv, backend=backend, **options)
 
 
@@ -188,8 +187,8 @@ def test_the_member_is_appended_once_and_copies_are_the_same():
     assert AttentionBackendName("octavo") is member is AttentionBackendName["OCTAVO"]
     assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) is member
     assert list(AttentionBackendName).count(member) == 1
-    never = attention.register(TENSOR, AttentionSpec(promote_every=None, exponentials="codes"))
-    assert never.value == "octavo_promote_never_codes" and never is not member
+    never = attention.register(TENSOR, None)
+    assert never.value == "octavo_promote_never" and never is not member
 
 
 @pytest.mark.parametrize("family", FAMILIES)

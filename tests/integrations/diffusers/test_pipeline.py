@@ -1,7 +1,5 @@
 """All seven families in BF16 and FP8, with ignored layers, saved and loaded; components."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -21,9 +19,7 @@ from octavo import (
     quantize_,
     restore_,
 )
-from octavo.integrations.changes import Changes
 from octavo.integrations.diffusers import OctavoDiffusersConfig
-from octavo.integrations.diffusers.pipeline import _joined
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits
@@ -198,12 +194,6 @@ def test_a_component_that_is_left_alone(folder_of):
     pipe = load_pipeline(folder_of("wan"))
     apply_(pipe, Recipe(linear="fp8", components={"transformer_2": None}))
     assert fp8_layers(pipe.transformer) and not fp8_layers(pipe.transformer_2)
-
-
-def test_every_kind_of_change_is_told_by_component():
-    own = {one.name: {"linear": one.name} for one in dataclasses.fields(Changes)}
-    joined = _joined({"text_encoder": Changes(**own)})
-    assert vars(joined) == {name: {"text_encoder.linear": name} for name in own}
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen_image", "z_image", "wan", "hunyuan_video"])

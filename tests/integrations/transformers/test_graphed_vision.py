@@ -40,7 +40,7 @@ class StandIn:
     """Replays as a graph does, on a CPU: into the same memory, and no hook of the tower is told."""
 
     def __init__(self, graphs, inputs, budget):
-        self.forward = lambda: graphs.forward(inputs, budget)
+        self.forward = lambda: graphs._forward(inputs, budget)
         self.result, self.num_replays = self.forward(), 0
 
     def replay(self):
@@ -239,7 +239,7 @@ def use_and_restore_tower_alone(tower):
 
 
 def test_what_hides_the_forward_is_undone_first(tiny, by_stand_in):
-    apply_(tiny.model, FP8, cuda_graphs=False)
+    apply_(tiny.model, FP8)
     tower = find_tower(tiny.model)
     tower.forward = partial(type(tower).forward, tower)
     with pytest.raises(UnsupportedError, match=r"model\.visual: expected the forward of its class"):

@@ -123,14 +123,15 @@ def test_a_tied_head_stays():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_routers_and_ignored_experts_are_named():
+def test_routers_and_experts_in_one_tensor_are_named():
     model = make("qwen3_moe")
-    changes = quantize_(model, ignored_layers=["experts"])
+    changes = quantize_(model)
     assert len(changes.layers["linear"]) == 4 * len(PROJECTIONS)
     left = changes.left["linear"]
-    assert left["model.layers.1.mlp.experts"] == "ignored_layers"
+    assert left["model.layers.1.mlp.experts"] == "Qwen3MoeExperts, not a plain nn.Linear"
     assert "model.layers.1.mlp.gate" in left
-    assert "linear: 4 layers stay as they are (ignored_layers)" in str(changes)
+    text = str(changes)
+    assert "linear: 4 layers stay as they are (Qwen3MoeExperts, not a plain nn.Linear)" in text
 
 
 def test_layers_that_a_model_keeps_in_float32_stay():

@@ -317,7 +317,7 @@ def test_a_tied_head_follows_the_embedding(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_experts_of_another_shape_raise(tmp_path):
+def test_experts_in_one_tensor_raise(tmp_path):
     plain = make_decoder("qwen3_moe", num_experts=2, moe_intermediate_size=32, num_hidden_layers=1)
     prefix = "model.layers.0.mlp.experts"
 
@@ -330,7 +330,7 @@ def test_experts_of_another_shape_raise(tmp_path):
                 tensors[f"{name}.weight_scale"] = torch.tensor(1.0)
                 tensors[f"{name}.input_scale"] = torch.tensor(1.0)
 
-    assert "expected a weight [64, 32], got [32, 64]" in refusal(tmp_path, STATIC, split, plain)
+    assert "that transformers makes" in refusal(tmp_path, STATIC, split, plain)
 
 
 def test_a_plain_checkpoint_and_a_config_beside_raise(tmp_path):

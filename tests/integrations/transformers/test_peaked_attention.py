@@ -136,8 +136,7 @@ def check(found, num_layers):
 def run(name, device, size, target):
     """The whole test for one tower: FP8 passes; attention that is zero, or flat, does not."""
     tower = make_tower(name, torch.device(device)).module
-    # Layers are looked at by hooks, which graphs would not call.
-    apply_(tower, Recipe(vision_attention="fp8"), cuda_graphs=False)
+    apply_(tower, Recipe(vision_attention="fp8"))
     inputs = textured_pixels(tower, size)
     peak(tower, inputs, target)
     num_layers = len(tower.blocks)

@@ -62,7 +62,7 @@ def test_what_one_level_loses_ends_no_run():
     assert limits == {"none": 1.0, 4: 1.0, 1: attention.MAX_ERROR["FP8"]}
 
 
-def test_hopper_promotes_after_every_tile_or_never(monkeypatch):
+def test_hopper_has_no_kernel_but_triton_for_other_levels(monkeypatch):
     hopper = Device(type="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)
     monkeypatch.setattr(attention, "default_device", lambda: hopper)
     for benchmark in benchmarks(CUDA, LEVELS):
@@ -71,5 +71,5 @@ def test_hopper_promotes_after_every_tile_or_never(monkeypatch):
             for one in benchmark.participants
             if one.notes["is_selected"]
         }
-        assert chosen == {"none": "gluon", 4: "triton", 1: "gluon"}
+        assert chosen == {"none": "triton", 4: "triton", 1: "gluon"}
         assert not any(one.is_peer for one in benchmark.participants)

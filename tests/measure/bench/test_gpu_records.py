@@ -117,10 +117,10 @@ def test_every_test_of_a_kernel_runs_on_a_gpu():
         for path in gpu_records.tests_of(kernel, TESTS)
     }
     folder = TESTS / "kernels"
-    on_cpu = {*folder.glob("test_*_compiled.py"), *folder.glob("test_*_simulated.py")}
+    compiled = set(folder.glob("test_*_compiled.py"))
     touch_none = ("device", "launch", "launching", "tuning")
     others = {folder / f"test_{name}.py" for name in touch_none}
-    assert run | on_cpu | others == set(folder.glob("test_*.py"))
+    assert run | compiled | others == set(folder.glob("test_*.py"))
 
 
 @pytest.fixture

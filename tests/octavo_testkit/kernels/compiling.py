@@ -28,7 +28,6 @@ class Compiled:
     num_registers: int
     stack_bytes: int  # spilled registers and indexed arrays
     shared_bytes: int
-    warnings: str  # of ptxas
 
 
 def compile_for(capability, kernel, signature, constants, *, aligned=(), **options):
@@ -104,7 +103,6 @@ def _compile(capability, kernel, signature, constants, aligned, options):
         "num_registers": found["REG"],
         "stack_bytes": found["STACK"],
         "shared_bytes": compiled.metadata.shared,
-        "warnings": _ptxas_warnings(compiled.asm["ptx"]),
     }
 
 
@@ -117,21 +115,6 @@ def _with_layout(kind):
     block = json.loads(kind[kind.index("[") : -1])
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
     return f"tensordesc<fp8e4nv{block},{layout!r}>"
-
-
-def _ptxas_warnings(ptx):
-    """What ptxas says of performance, which Triton does not pass on."""
-    import triton
-
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [ptxas, "-v", f"--gpu-name={target}", file.name, "-o", f"{file.name}.o"]
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        Path(f"{file.name}.o").unlink()
-    return "\n".join(line for line in found.splitlines() if "Performance" in line)
 
 
 def _cuobjdump(option, cubin):

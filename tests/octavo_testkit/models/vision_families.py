@@ -60,15 +60,12 @@ FAMILIES = {
 del FAMILIES["qwen3_5"][2]["rope_parameters"]["layer_types"]
 
 
-def make_model(family, *, vision=(), **changes):
-    """A model whose tokens depend on all it attends to, and on every pixel it is shown.
-
-    vision, changes: sizes of its tower and of its decoder that are others.
-    """
+def make_model(family, **changes):
+    """A model whose tokens depend on all it attends to, and on every pixel it is shown."""
     torch.manual_seed(1)
-    name, own, text = FAMILIES[family]
+    name, vision, text = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
-        vision_config={**own, **dict(vision)},
+        vision_config=dict(vision),
         text_config={**text, **changes},
         image_token_id=IMAGE,
         video_token_id=VIDEO,

@@ -4,10 +4,10 @@ import functools
 
 import torch
 
+from octavo.serving.engine.decode_graphs import DecodeGraphs
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
-from octavo.serving.engine.step_graphs import StepGraphs
 from octavo_testkit.models.text_models import NUM_TOKENS, make_decoder, make_tokenizer
 
 SETTINGS = {"page_size": 16, "num_pages": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -60,16 +60,14 @@ def finish(engine, names):
 def use_padding(engine):
     """Graphs as on a GPU, each replaced by the call that it would hold."""
 
-    runner = engine._runner
-    graphs = StepGraphs(runner.model, runner.storage, engine.settings)
+    def capture(size):
+        logits = torch.empty(size, engine._model.vocab_size)
+        return (lambda: logits.copy_(graphs._compute(size))), logits
 
-    def capture(shape):
-        # As a capture does: nothing that it leaves behind may be seen.
-        for _ in range(2):
-            graphs._compute(shape)
-        graphs._logits.fill_(torch.nan)
-        return lambda: graphs._compute(shape)
-
+    runner, sizes = engine._runner, engine.settings
+    graphs = DecodeGraphs(
+        *(runner.model, runner.storage), max_batch=sizes.max_num_seqs, max_context=sizes.max_context
+    )
     graphs._capture = capture
     runner.graphs = graphs
     return graphs

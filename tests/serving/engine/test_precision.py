@@ -72,9 +72,9 @@ def test_windows_experts_and_weight_only_layers():
     assert engine.precision.words()["KV cache"].startswith(
         "FP8 in 1 of 2 layers (e5m2, model.layers.0.self_attn in BF16), "
     )
-    # Of both layers: q, k, v, o and the experts; neither their router nor the head.
+    # Of both layers: q, k, v and o; neither the experts nor their router, nor the head.
     linear = engine.precision.words()["linear layers"]
-    assert linear == "FP8 in 10 of 13 (weights only in 2, 3 in BF16)"
+    assert linear == "FP8 in 8 of 13 (weights only in 2, 5 in BF16)"
 
 
 @pytest.mark.parametrize(("dtype", "num_fp8"), [(None, 0), ("fp8", 2)])

@@ -11,13 +11,7 @@ from octavo.layers.saturation import HostCopy
 from octavo.recipe import Recipe
 from octavo.serving.engine import sizing
 from octavo.serving.engine.request import Saturated
-from octavo_testkit.serving.tiny_engine import (
-    make_engine,
-    make_model,
-    make_request,
-    run,
-    use_padding,
-)
+from octavo_testkit.serving.tiny_engine import make_engine, make_model, make_request, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*beyond the range")
 
@@ -104,25 +98,3 @@ def test_trial_passes_are_not_counted():
     sizing.try_pass(engine._model, engine._runner.storage.spec, num_tokens=40, num_seqs=3)
     engine.read_saturation()
     assert engine.stats().saturated.keys == 0
-
-
-def test_a_step_in_so_many_is_counted_without_graphs_or_a_compiler():
-    model = make_model()
-    engine = make_engine(model, static_recipe(model, 0.1), enable_prefix_caching=False)
-    graphs, calls = use_padding(engine), []
-    part = engine._model._parts()[0]
-    plain = type(part)._call_impl
-    part._compiled_call_impl = lambda *a, **k: calls.append(a) or plain(part, *a, **k)
-    engine._model._compiled.append(part)
-    run(engine, make_request(length=30, max_tokens=1))
-    assert graphs.num_replays == 0 and calls == []
-    engine.read_saturation()
-    found = engine.stats().saturated
-    assert found.linear_inputs > 0
-    for number in range(63):
-        run(engine, make_request(str(number), length=5, max_tokens=1))
-    assert graphs.num_replays == 63 and len(calls) >= 63
-    run(engine, make_request("b", length=30, max_tokens=1))
-    assert graphs.num_replays == 63
-    engine.read_saturation()
-    assert engine.stats().saturated.checked_linear_inputs > found.checked_linear_inputs

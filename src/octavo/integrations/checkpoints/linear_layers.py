@@ -21,7 +21,7 @@ from octavo.errors import CheckpointError
 from octavo.integrations.checkpoints.kv_scales import parse_scale_name
 from octavo.integrations.checkpoints.tensor_files import TensorEntry, check_zeros, read_scales
 from octavo.integrations.fused_layers import part_sizes
-from octavo.numerics.granularity import PerBlock, PerChannel, PerTensor, parse_granularity
+from octavo.numerics.granularity import PerBlock, PerChannel, parse_granularity
 from octavo.recipe import LinearSettings
 
 FP8 = "F8_E4M3"
@@ -31,8 +31,6 @@ WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight")
 INPUT_SCALES = ("input_scale", "activation_scale", "scale_input")
 ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 COMPANIONS = (*WEIGHT_SCALES, *INPUT_SCALES, *ZERO_POINTS)
-# Of the layers of experts, all in one tensor, as octavo saves them.
-EXPERTS_PREFIX = "fp8_"
 # Other writers' parts of a quantized weight: whoever has one means something that we do not run.
 _FOREIGN = re.compile(
     r"(?:weight|input|activation|output|pre_quant)_(?:global_)?scale\w*|scale_(?:weight|input)"
@@ -120,10 +118,8 @@ def read_linear(
     text_config: the language model's settings, whose heads say how a fused projection is cut.
     """
     weight = tensors[f"{layer}.weight"]
-    is_of_experts = layer.rpartition(".")[2].startswith(EXPERTS_PREFIX)
-    if len(weight.shape) != (3 if is_of_experts else 2) or 0 in weight.shape:
-        expected = "[experts, out, in]" if is_of_experts else "[out, in]"
-        raise CheckpointError(f"{layer}: expected a weight {expected}, got {list(weight.shape)}")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise CheckpointError(f"{layer}: expected a weight [out, in], got {list(weight.shape)}")
     for name in ZERO_POINTS:
         if (entry := tensors.get(f"{layer}.{name}")) is not None:
             check_zeros(entry)
@@ -219,8 +215,6 @@ def _scale_shape(
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """The shape of a layer's weight_scale here, whatever 1 it was stored with, and its shards."""
     granularity = parse_granularity(settings.weight)
-    if len(shape) == 3 and isinstance(granularity, PerTensor):
-        granularity = PerChannel()  # of experts, as `Fp8ExpertLinear` keeps them
     wanted = granularity.scale_shape(shape)
     shards = None
     stored: list[tuple[int, ...]]

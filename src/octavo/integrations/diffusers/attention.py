@@ -10,7 +10,6 @@ graph.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from octavo.integrations.diffusers.processors import (
 from octavo.integrations.linear import layer_index
 from octavo.integrations.patch import Patch, begin_patch, undo_patches_
 from octavo.internals import internals, require
-from octavo.numerics.attention import PLAIN, AttentionSpec
+from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
@@ -151,7 +150,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    spec: AttentionSpec = PLAIN,
+    promote_every: int | None = 1,
 ) -> list[str]:
     """Let a model's attention layers run in FP8; returns their names.
 
@@ -159,7 +158,7 @@ def attach(
     """
     chosen = choose_layers(model, skip_layers)
     static = check_scales(chosen, settings, scales)
-    member = register(settings, spec)
+    member = register(settings, promote_every)
     for layer in chosen.values():
         undo_patches_(layer, FEATURE)  # of a processor that diffusers has replaced
     for name, layer in chosen.items():
@@ -275,7 +274,7 @@ def add_backend(name: str, run: Callable[..., Any]) -> AttentionBackendName:
 add_backend(OBSERVED, octavo_observed)
 
 
-def register(settings: AttentionSettings, spec: AttentionSpec = PLAIN) -> AttentionBackendName:
+def register(settings: AttentionSettings, promote_every: int | None = 1) -> AttentionBackendName:
     """diffusers' backend for FP8 attention with these settings; made once for each of them.
 
     A backend learns nothing of the layer that calls it: settings that are not the default have a
@@ -286,14 +285,12 @@ def register(settings: AttentionSettings, spec: AttentionSpec = PLAIN) -> Attent
         name += "_static"  # whose granularity is that of the layer's scales
     elif settings.granularity != "tensor":
         name += f"_{settings.granularity}"
-    if spec.promote_every != 1:
-        name += f"_promote_{spec.promote_every or 'never'}"
-    if spec.exponentials is not None:
-        name += f"_{spec.exponentials}"
-    return add_backend(name, _make_backend(settings, spec))
+    if promote_every != 1:
+        name += f"_promote_{promote_every or 'never'}"
+    return add_backend(name, _make_backend(settings, promote_every))
 
 
-def _make_backend(settings: AttentionSettings, spec: AttentionSpec) -> Callable[..., Tensor]:
+def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Callable[..., Tensor]:
     granularity = PerHead() if settings.granularity == "head" else PerTensor()
     is_static = settings.scaling == "static"
 
@@ -329,9 +326,9 @@ def _make_backend(settings: AttentionSettings, spec: AttentionSpec) -> Callable[
             value_layout="transposed" if query.is_cuda else "rows",
             first=first,
         )
-        own = replace(spec, causal=is_causal, softmax_scale=scale)
+        spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)
         out = ops.attention(
-            *(quantized.q, quantized.k, quantized.v, own, quantized.scales),
+            *(quantized.q, quantized.k, quantized.v, spec, quantized.scales),
             key_mask=None if mask is None else mask.keys,
             out_dtype=query.dtype,
             value_layout=quantized.value_layout,

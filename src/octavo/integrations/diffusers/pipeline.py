@@ -40,19 +40,19 @@ WORDS = frozenset(LinearSettings.model_fields) | {
 }
 
 
-def apply_pipeline_(pipe: Any, recipe: Recipe, *, cuda_graphs: bool = True) -> Changes:
+def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
     """Do what `recipe` says to a pipeline's components, in place; returns what was changed.
 
     linear and attention are about its transformers, text_encoder about its text encoders, and
     components about those that it names. Anything wrong with one of them is found before any
-    changes. cuda_graphs: of components that are models of transformers, as of `apply_`.
+    changes.
     """
     modules = find_components(pipe)
     prepared = _prepare_all(pipe, recipe)
     found = {name: Changes({}) for name in prepared}
     try:
         for name, preparation in prepared.items():
-            apply_attention_(preparation, found[name], cuda_graphs=cuda_graphs)
+            apply_attention_(preparation, found[name])
         for name, preparation in prepared.items():  # last: they cannot be undone
             apply_linear_(preparation, found[name])
     except Exception:
@@ -235,8 +235,9 @@ def _joined(found: Mapping[str, Changes]) -> Changes:
     """The changes of all components, as component.field."""
     joined = Changes({})
     for name, changes in found.items():
-        for kind, own in vars(changes).items():
-            getattr(joined, kind).update({f"{name}.{key}": own[key] for key in own})
+        for kind in ("layers", "fused", "weight_only", "joint", "left", "faster"):
+            fields = getattr(changes, kind)
+            getattr(joined, kind).update({f"{name}.{key}": fields[key] for key in fields})
     return joined
 
 

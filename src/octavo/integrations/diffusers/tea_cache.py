@@ -42,7 +42,6 @@ with internals("diffusers"):
     from diffusers.hooks.hooks import BaseState, StateManager
 
 require("diffusers.hooks.hooks.ModelHook")
-require("torch.nn.Module._modules")
 
 Streams = Mapping[str, Tensor]
 # Of the polynomials that are fitted.

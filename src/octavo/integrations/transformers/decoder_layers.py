@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from octavo.integrations.transformers.fused_forward import Forward
 from octavo.integrations.transformers.load import find_weights, local_place, read_dtypes
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
-from octavo.numerics.attention import PLAIN, AttentionSpec
+from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_named
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.recipe import KvCacheSettings
@@ -39,7 +38,7 @@ def make_layers(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    spec: AttentionSpec = PLAIN,
+    promote_every: int | None = 1,
 ) -> dict[str, DecoderAttention]:
     """The attention of every layer of a decoder, by name; the model stays as it is.
 
@@ -73,7 +72,7 @@ def make_layers(
     made = {}
     for name, module in found.items():
         own = settings if name in chosen else None
-        made[name] = _make_layer(name, module, windows[name], own, given.get(name), spec)
+        made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
         made[name].counts_saturation = is_unit and own is not None
         made[name].check_device(device_of(module))
     return made
@@ -122,15 +121,15 @@ def _make_layer(
     window: int | None,
     settings: KvCacheSettings | None,
     scales: LayerScales | None,
-    spec: AttentionSpec,
+    promote_every: int | None,
 ) -> DecoderAttention:
     num_kv_heads = module.config.num_key_value_heads
-    spec = replace(
-        spec if settings is not None else PLAIN,
+    spec = AttentionSpec(
         causal=True,
         window=window,
         softcap=getattr(module, "attn_logit_softcapping", None),
         softmax_scale=module.scaling,
+        promote_every=promote_every if settings is not None else 1,
     )
     options: dict[str, Any] = {"name": name, "dtype": None}
     num_heads = module.num_key_value_groups * num_kv_heads

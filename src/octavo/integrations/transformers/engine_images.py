@@ -5,7 +5,6 @@ have three parts (frame, row, column), so what follows an image is not at its in
 """
 
 import hashlib
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,23 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.patch import find_patched
 from octavo.integrations.transformers.fused_vision import FAMILIES
-from octavo.integrations.transformers.vision_graphs import (
-    FEATURE,
-    SUPPORTED,
-    VisionGraphs,
-    drop_graphs_,
-    history_kept,
-    powers_of_two,
-    use_graphs_,
-)
+from octavo.integrations.transformers.vision_graphs import history_kept
 
-logger = logging.getLogger(__name__)
-
-# Patches of a request, its images together, and how many of those: larger ones take a GPU longer
-# than the host needs to launch the tower's kernels.
-MAX_PATCHES, MAX_IMAGES = 16384, 16
 SERVED = [name for name, family in FAMILIES.items() if family.is_served]
 
 
@@ -114,7 +99,6 @@ class EngineImages:
         self._patch_size = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         self._token_side = self._merge * int(vision.patch_size)  # in pixels
         self._tower_dtype = next(_tower(model).parameters()).dtype
-        self.has_graphs = False
 
     def count_tokens(self, width: int, height: int) -> int | None:
         """The tokens of an image of this size; None if the processor does not tell."""
@@ -180,43 +164,15 @@ class EngineImages:
             )
         return pixels.contiguous(), grid
 
-    def use_graphs(self) -> None:
-        """Replay the tower from CUDA graphs, if it can be; requests that fit none run as before."""
-        tower = _tower(self._model)
-        if find_patched(self._model, FEATURE) or type(tower).__name__ not in SUPPORTED:
-            return  # one that has graphs keeps them
-        objection = VisionGraphs(tower, [self._merge**2]).objection()
-        if objection or "forward" in vars(tower):
-            logger.info(
-                "the vision tower runs without CUDA graphs: %s", objection or "it is hooked"
-            )
-            return
-        unit = self._merge**2
-        budgets = [budget * unit for budget in powers_of_two(MAX_PATCHES // unit, 64)]
-        use_graphs_(self._model, budgets, max_sequences=MAX_IMAGES)
-        self.has_graphs = True
-
-    def drop_graphs(self) -> None:
-        """Undo `use_graphs`."""
-        if self.has_graphs:
-            drop_graphs_(self._model)
-            self.has_graphs = False
-
     @torch.inference_mode()
     def encode(self, images: PromptImages, which: Sequence[int]) -> list[ImageFeatures]:
         """One call of the vision tower for some of the images, by index."""
         device = self._model.device
         grids = images.grids[list(which)]
         pixels = torch.cat([images.pixels[index] for index in which])
-        given = {"image_grid_thw": grids.to(device), "return_dict": True}
-        try:
-            out = self._model.get_image_features(pixels.to(device), **given)
-        except RuntimeError as error:
-            if not self.has_graphs:
-                raise
-            self.drop_graphs()
-            logger.warning("the vision tower runs without CUDA graphs, which failed: %s", error)
-            out = self._model.get_image_features(pixels.to(device), **given)
+        out = self._model.get_image_features(
+            pixels.to(device), image_grid_thw=grids.to(device), return_dict=True
+        )
         lengths = [images.spans[index].stop - images.spans[index].start for index in which]
         # Versions of transformers differ in whether they split what layers add, too.
         layers = [_joined(layer) for layer in getattr(out, "deepstack_features", None) or ()]

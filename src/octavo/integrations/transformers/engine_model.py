@@ -5,9 +5,7 @@ tells them apart come as a keyword of the model, which reaches every attention f
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,29 +14,17 @@ from torch import Tensor, nn
 from octavo.brief import brief, list_names
 from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply_model import (
-    apply_vision_,
-    attention_spec,
-    read_scales,
-    skipped_layers,
-)
+from octavo.integrations.apply_model import apply_vision_, read_scales, skipped_layers
 from octavo.integrations.patch import undo_patches_
-from octavo.integrations.transformers import (
-    engine_images,
-    kv_cache,
-    text,
-    tower_graphs,
-    vision,
-)
+from octavo.integrations.transformers import engine_images, kv_cache, text, vision
 from octavo.integrations.transformers.decoder_layers import check_call, install, make_layers
 from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.joint_projections import JOINT
 from octavo.integrations.transformers.saturation import Watch
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
-from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.joint_linear import join_named_
-from octavo.layers.linear import Fp8Linear, give_single_tokens_back, take_single_tokens
+from octavo.layers.linear import give_single_tokens_back, take_single_tokens
 from octavo.layers.saturation import WATCH
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
@@ -89,7 +75,7 @@ class EngineModel:
             recipe.kv_cache,
             skip_layers=skipped_layers(model, recipe),
             scales=read_scales(recipe),
-            spec=attention_spec(recipe),
+            promote_every=recipe.promote_every,
         )
         modules: dict[str, Any] = dict(text.find_layers(model))
         self.model, self.recipe = model, recipe
@@ -109,24 +95,12 @@ class EngineModel:
         self._compiled: list[Any] = []
         self._linears: list[nn.Linear] = []
         apply_vision_(model, recipe, vision_impl=vision_impl)
-        # The engine has graphs of its own, if any, and plans the memory that they take.
-        self._had_tower_graphs = tower_graphs.detach(model)
         _install(model, made)
         # Last: a model that something above refuses stays as it was.
         if self.device.type == "cuda":
             for part in self._parts():
                 self._linears += take_single_tokens(part)
         self._joined = join_named_(self._decoder, JOINT)
-
-    @cached_property
-    def sees_padding(self) -> bool:
-        """Whether a token's result depends on the others of a step, by a scale for all."""
-        parts = (layer for part in self._parts() for layer in part.modules())
-        layers = (part for part in parts if isinstance(part, Fp8Linear | Fp8ExpertLinear))
-        return any(
-            isinstance(layer.activation, PerTensor) and layer.input_scale is None
-            for layer in layers
-        )
 
     def cache_spec(self, page_size: int) -> CacheSpec:
         """What the pages of all layers hold."""
@@ -186,24 +160,6 @@ class EngineModel:
                 part.compile()
                 self._compiled.append(part)
 
-    @contextmanager
-    def uncompiled(self) -> Iterator[None]:
-        """Inside, what was compiled runs as it was before."""
-        before = [(part, part._compiled_call_impl) for part in self._compiled]
-        for part in self._compiled:
-            part._compiled_call_impl = None
-        try:
-            yield
-        finally:
-            for part, compiled in before:
-                part._compiled_call_impl = compiled
-
-    def stop_compiling(self) -> None:
-        """Let what was compiled run as it was before."""
-        for part in self._compiled:
-            part._compiled_call_impl = None
-        self._compiled = []
-
     def _parts(self) -> list[Any]:
         """The layers, and what makes logits of the last one's result."""
         decoder: Any = self._decoder
@@ -212,7 +168,8 @@ class EngineModel:
 
     def close(self) -> None:
         """Give the model back as it was."""
-        self.stop_compiling()
+        for part in self._compiled:
+            part._compiled_call_impl = None
         give_single_tokens_back(self._linears)
         for joint in self._joined:
             joint.split_()
@@ -220,8 +177,6 @@ class EngineModel:
         undo_patches_(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)
-        if self._had_tower_graphs:
-            tower_graphs.attach(self.model)
 
 
 def attend(

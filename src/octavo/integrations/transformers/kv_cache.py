@@ -17,19 +17,15 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.patch import begin_patch, undo_patches_
 from octavo.integrations.transformers import fused_decoder, text
-from octavo.integrations.transformers.cache_rooms import GRAPHS, RoomSequences
 from octavo.integrations.transformers.decoder_layers import CHILD, check_call, install, make_layers
 from octavo.integrations.transformers.fused_decoder import IMPLEMENTATION, PASS
 from octavo.integrations.transformers.fused_forward import Forward
-from octavo.integrations.transformers.paged_steps import Pass
+from octavo.integrations.transformers.paged_steps import Pass, Sequences
 from octavo.integrations.transformers.saturation import Watch
 from octavo.layers.decoder_attention import DecoderAttention
-from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.recipe import KvCacheSettings
 
 FEATURE = "kv_cache"
-# That of `decode_graphs`, which go with the cache.
-GRAPHS_FEATURE = "decode_graphs"
 
 
 def attach(
@@ -38,7 +34,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    spec: AttentionSpec = PLAIN,
+    promote_every: int | None = 1,
 ) -> list[str]:
     """Give a decoder a paged cache in FP8; returns the names of the layers in FP8.
 
@@ -48,7 +44,9 @@ def attach(
 
     check_stock_cache(model)
     _, decoder = text.find_decoder(model)
-    made = make_layers(model, settings, skip_layers=skip_layers, scales=scales, spec=spec)
+    made = make_layers(
+        model, settings, skip_layers=skip_layers, scales=scales, promote_every=promote_every
+    )
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
     install(model, made, IMPLEMENTATION, FEATURE, _find_forwards(model, made))
@@ -74,7 +72,6 @@ def find_fused(model: nn.Module) -> list[str]:
 
 def detach(model: nn.Module) -> list[str]:
     """Undo `attach`; returns the names of the layers that were in FP8."""
-    undo_patches_(model, GRAPHS_FEATURE)
     return undo_patches_(model, FEATURE)
 
 
@@ -98,7 +95,7 @@ def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[s
     return args, kwargs
 
 
-def convert(cache: Any, decoder: Any) -> RoomSequences:
+def convert(cache: Any, decoder: Any) -> Sequences:
     """Give a cache our layers, unless it has them; returns what they share."""
     from transformers import DynamicCache
 
@@ -115,14 +112,11 @@ def convert(cache: Any, decoder: Any) -> RoomSequences:
     children = ((m, getattr(m, CHILD, None)) for m in decoder.modules())
     found = {m.layer_idx: one for m, one in children if isinstance(one, DecoderAttention)}
     full = [index for index, attention in found.items() if attention.spec.window is None]
-    max_length, graphs = _max_length(cache, found), vars(decoder).get(GRAPHS)
-    # A static cache never moves: generate() compiles steps over it, and users capture them.
-    sequences = RoomSequences(graphs.rooms if graphs and max_length is None else None)
+    max_length, sequences = _max_length(cache, found), Sequences()
     for index, attention in found.items():
         cache.layers[index] = PagedLayer(
             attention,
             sequences,
-            index=index,
             is_first=index == min(found),
             checks_room=index == min(full, default=None),
             max_length=max_length,

@@ -4,7 +4,6 @@ Every sequence of the batch has a range of pages to itself, in layers with a win
 is not stored: a sequence's tokens lie one after the other, whatever columns they had.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.errors import CapacityError, UnsupportedError
-from octavo.integrations.transformers.cache_rooms import RoomSequences, lasting_memory
 from octavo.integrations.transformers.paged_steps import (
     PAGE_SIZE,
     Pass,
     Places,
+    Sequences,
     Step,
     Tables,
     keep_address,
@@ -43,9 +42,8 @@ GROWTH, MIN_GROWTH_TOKENS = 32, 256
 class PagedLayer(CacheLayerMixin):
     """Pages of one layer: a range for each sequence, which grows, or a ring if it has a window.
 
-    index: its place in the cache. is_first: whether it keeps what all layers share. checks_room:
-    whether it refuses tokens beyond max_length, the room of a static cache, which never moves; None
-    for one that grows.
+    is_first: whether it keeps what all layers share. checks_room: whether it refuses tokens beyond
+    max_length, the room of a static cache, which never moves; None for one that grows.
     """
 
     is_croppable = True
@@ -53,15 +51,14 @@ class PagedLayer(CacheLayerMixin):
     def __init__(
         self,
         attention: DecoderAttention,
-        sequences: RoomSequences,
+        sequences: Sequences,
         *,
-        index: int,
         is_first: bool,
         checks_room: bool = False,
         max_length: int | None = None,
     ) -> None:
         super().__init__()
-        self.attention, self.sequences, self.index = attention, sequences, index
+        self.attention, self.sequences = attention, sequences
         self.is_first, self.checks_room, self.max_length = is_first, checks_room, max_length
         self.window = attention.spec.window
         self.is_sliding = self.window is not None
@@ -97,15 +94,12 @@ class PagedLayer(CacheLayerMixin):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
-        if self.max_length is None:
-            self.sequences.enter(self.batch_size, self.device, key_states.shape[2])
         self.sequences.prepare(self.batch_size, self.device, self.max_length is not None)
         # Buffers may have moved with the model since the layer was made.
         self.key_scale, self.value_scale = self.attention.key_scale, self.attention.value_scale
         num_heads, _, head_dim = key_states.shape[1:]
         self._page_shape = (num_heads, PAGE_SIZE, head_dim)
-        if not self._move_in():
-            self._make_room(self._first_capacity(key_states.shape[2]))
+        self._make_room(self._first_capacity(key_states.shape[2]))
         self.is_initialized = True
 
     def _first_capacity(self, num_columns: int) -> int:
@@ -114,66 +108,26 @@ class PagedLayer(CacheLayerMixin):
             return whole_pages(longest + WINDOW_COLUMNS) + PAGE_SIZE
         return whole_pages(max(1, self.max_length or num_columns))
 
-    def _layout(self, name: str, capacity: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what is stored under a name, for so many tokens of each sequence."""
-        pages = (self.batch_size * (capacity // PAGE_SIZE), *self._page_shape)
-        if name.endswith("_scale"):
-            return pages[:3], torch.float32
-        return pages, self.attention.dtype or self.dtype
-
-    def _move_in(self) -> bool:
-        """Take the pages of the room that the cache has entered; False if they are not for it."""
-        room = self.sequences.room
-        if room is None:
-            return False
-        held, capacity = room.pages[self.index], room.capacity(self.index)
-        layouts = {name: self._layout(name, capacity) for name in self._stored}
-        if {name: (tuple(x.shape), x.dtype) for name, x in held.items()} != layouts:
-            self.sequences.leave()
-            return False
-        for name, x in held.items():
-            setattr(self, name, x)
-        self._set_capacity(capacity)
-        return True
-
     def _make_room(self, capacity: int) -> None:
         """Pages for so many tokens of each sequence; what is there stays."""
-        self.sequences.leave()
-        # Graphs are captured outside of inference mode, and write there.
-        with nullcontext() if torch.compiler.is_compiling() else lasting_memory():
-            for name in self._stored:
-                shape, dtype = self._layout(name, capacity)
-                new = torch.zeros(shape, dtype=dtype, device=self.device)
-                if self.max_length is not None:
-                    keep_address(new)
-                if self.capacity:
-                    kept = self._by_sequence(getattr(self, name))
-                    self._by_sequence(new)[:, : kept.shape[1]] = kept
-                    del kept  # the old pages are free before the next ones are made
-                setattr(self, name, new)
-        self._set_capacity(capacity)
-
-    def _set_capacity(self, capacity: int) -> None:
-        self._checked, self.capacity = None, capacity
+        self._checked = None
+        pages = (self.batch_size * (capacity // PAGE_SIZE), *self._page_shape)
+        for name in self._stored:
+            is_scale = name.endswith("_scale")
+            dtype = torch.float32 if is_scale else self.attention.dtype or self.dtype
+            new = torch.zeros(pages[: 3 if is_scale else 4], dtype=dtype, device=self.device)
+            if self.max_length is not None:
+                keep_address(new)
+            if self.capacity:
+                kept = self._by_sequence(getattr(self, name))
+                self._by_sequence(new)[:, : kept.shape[1]] = kept
+                del kept  # the old pages are free before the next ones are made
+            setattr(self, name, new)
+        self.capacity = capacity
         # What a plan is made for. A string, which knows its hash: every layer looks a plan up.
         attention = self.attention
         dtype, num_kv_heads = attention.dtype or self.dtype, self._page_shape[0]
         self._plan_key = f"{capacity} {attention.spec} {dtype} {attention.num_heads}/{num_kv_heads}"
-
-    def make_lasting(self, capacity: int) -> dict[str, Tensor]:
-        """What a room has of the layer: pages that are never moved or made anew, by name.
-
-        capacity: tokens of each sequence, unless the layer has a window.
-        """
-        if self.window is None:
-            self._make_room(max(capacity, self.capacity))
-        with lasting_memory():
-            for name in self._stored:
-                x: Tensor = getattr(self, name)
-                if x.is_inference():  # it can be, where sequences were chosen
-                    setattr(self, name, x.clone())
-        self._checked = None
-        return {name: getattr(self, name) for name in self._stored}
 
     def _by_sequence(self, x: Tensor) -> Tensor:
         """Pages or their scales as [batch, pages, …]."""
@@ -376,9 +330,8 @@ class PagedLayer(CacheLayerMixin):
 
     def _selected(self, x: Tensor, index: Tensor) -> Tensor:
         chosen = self._by_sequence(x).index_select(0, index).flatten(0, 1).view(x.dtype)
-        stays = self.max_length is not None or self.sequences.room is not None
-        if stays and chosen.shape == x.shape:
-            _bits(x).copy_(_bits(chosen))  # a compiled or captured step knows where pages are
+        if self.max_length is not None and chosen.shape == x.shape:
+            _bits(x).copy_(_bits(chosen))  # a compiled step knows where the pages are
             return x
         return chosen
 

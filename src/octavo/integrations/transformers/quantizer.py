@@ -9,7 +9,6 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,12 @@ from octavo.errors import CheckpointError, ConfigError, OctavoError, Unsupported
 from octavo.integrations.checkpoints import linear_layers
 from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES, TensorEntry, read_headers
 from octavo.integrations.fused_layers import shards_of
-from octavo.integrations.linear import plan_linear, put_linear_
-from octavo.integrations.transformers import experts, stored_experts
+from octavo.integrations.linear import layer_index, plan_linear, put_linear_
 from octavo.integrations.transformers.joint_projections import join_projections_
-from octavo.integrations.transformers.tensor_names import NamesInModel, stored_weight_only
 from octavo.internals import internals, require
-from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
-from octavo.patterns import parse_pattern
+from octavo.patterns import Layer, match_layers, parse_pattern
 from octavo.recipe import LinearSettings
 
 METHOD = "octavo"
@@ -109,7 +105,13 @@ def _read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 with internals("transformers"):
-    from transformers.core_model_loading import ConversionOps
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        ConversionOps,
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
 
 require(
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
@@ -131,9 +133,6 @@ class OctavoQuantizer(HfQuantizer):
         self.input_scales: dict[str, float] = {}
         self.stored: dict[str, linear_layers.StoredLinear] = {}
         self.unfilled: set[str] = set()
-        # Mixtures of experts by name, and their weights in FP8 until all are loaded.
-        self.experts: dict[str, LinearSettings] = {}
-        self.expert_layers: dict[str, Fp8ExpertLinear] = {}
         self.problems: list[str] = []
 
     def is_serializable(self) -> bool:
@@ -159,7 +158,6 @@ class OctavoQuantizer(HfQuantizer):
         """Whether a tensor of the checkpoint is a plain weight for an FP8 layer."""
         layer, _, leaf = param_name.rpartition(".")
         is_ours = leaf == "weight" and isinstance(model.get_submodule(layer), Fp8Linear)
-        is_ours |= layer in self.experts and leaf in experts.WEIGHTS
         return is_ours and not self.pre_quantized
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
@@ -192,12 +190,7 @@ class OctavoQuantizer(HfQuantizer):
                 )
         config = self.quantization_config
         patterns = config.weight_only_layers
-        plan = plan_linear(
-            model, config.ignored_layers, weight_only_layers=patterns, experts=config.linear
-        )
-        self.experts = {name: plan.settings_of(name, config.linear) for name in plan.experts}
-        for name in plan.experts:
-            experts.check_module(name, model.get_submodule(name))
+        plan = plan_linear(model, config.ignored_layers, weight_only_layers=patterns)
         if (scales := config.read_scales()) is not None:
             scales.require_kind("linear")
             scales.require_inputs(plan.with_inputs())
@@ -218,39 +211,20 @@ class OctavoQuantizer(HfQuantizer):
             raise CheckpointError("expected FP8 weights in safetensors files, got none")
         config = self.quantization_config
         text_config = model.config.get_text_config().to_dict()
-        found = linear_layers.find_linear(tensors)
-        stored_experts.place_own(model, found, config.linear, NamesInModel(model).tensor)
-        names = NamesInModel(model)
-        mixtures = stored_experts.gather(model, found, names)
-        parts = {layer: mixture.name for mixture in mixtures for layer in mixture.layers}
-        places = {layer: parts.get(layer) or names.layer(layer) for layer in found}
-        weight_only = stored_weight_only(config.weight_only_layers, places)
-        for mixture in mixtures:
-            alone = weight_only.intersection(mixture.layers)
-            own = config.linear.weight_only() if alone else config.linear
-            made = stored_experts.make_room(
-                *(model, mixture, own),
-                partial(linear_layers.read_linear, tensors, settings=own, text_config=text_config),
-            )
-            self.expert_layers[mixture.name] = made
+        names = _NamesInModel(model)
+        places = {layer: names.layer(layer) for layer in linear_layers.find_linear(tensors)}
+        weight_only = _stored_weight_only(config.weight_only_layers, places)
         for layer, place in places.items():
-            if layer in parts:
-                continue
             if place is None:  # the report of unexpected keys has it
                 continue
             plain = model.get_submodule(place)
             settings = config.linear.weight_only() if layer in weight_only else config.linear
             stored = linear_layers.read_linear(tensors, layer, settings, text_config)
-            self.stored[place] = stored
-            if isinstance(plain, Fp8ExpertLinear):
-                stored_experts.settle(plain, place, settings, stored)
-                continue
             _check_place(model, place, plain, stored.weight)
             assert isinstance(plain, nn.Linear)
+            self.stored[place] = stored
             put_linear_(model, (place,), _empty(place, plain, settings, stored.shards))
-        companions = [f"{layer}.{leaf}" for layer in parts for leaf in linear_layers.COMPANIONS]
-        read = [rf"^{re.escape(names.tensor(name))}$" for name in companions if name in tensors]
-        read += [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
+        read = [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
         if brought := linear_layers.kv_scale_names(tensors):
             both = dict.fromkeys([*brought, *map(names.tensor, brought)])
             read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
@@ -260,8 +234,7 @@ class OctavoQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.problems:
             raise CheckpointError("; ".join(self.problems[:5]))
-        kinds = Fp8Linear | Fp8ExpertLinear
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, kinds)}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
         for name, module in layers.items():
             if module.weight.is_meta:
                 raise UnsupportedError(f"{name}: expected a weight on a device, got it on disk")
@@ -270,13 +243,11 @@ class OctavoQuantizer(HfQuantizer):
             try:
                 if self.pre_quantized:
                     self._finish_stored(module, self.stored[name])
-                elif isinstance(module, Fp8Linear) and name in self.unfilled:
-                    self.quantize_(module, module.weight)  # transformers made it up
-                if isinstance(module, Fp8Linear):
-                    _finish_bias(module)
+                elif name in self.unfilled:  # not in the files: transformers made it up
+                    self.quantize_(module, module.weight)
+                _finish_bias(module)
             except ConfigError as error:
                 raise CheckpointError(str(error)) from None
-        self._finish_experts(model)
         self.stored = {}
         # Static scales are in the layers now: what is saved needs none, and the caller's stays.
         config = self.quantization_config
@@ -295,32 +266,7 @@ class OctavoQuantizer(HfQuantizer):
             scale = self.input_scales[module.name]
             module.take_({"input_scale": torch.tensor(scale, device=weight.device)})
 
-    def quantize_expert(self, model: nn.Module, name: str, weight: Tensor) -> Tensor:
-        """Quantize one weight of a mixture; its layer is put into the model when all are there."""
-        layer = name.rpartition(".")[0]
-        module = model.get_submodule(layer)
-        made = experts.quantized(name, module, weight, self.experts[layer])
-        self.expert_layers[name] = made
-        return made.weight
-
-    def _finish_experts(self, model: nn.Module) -> None:
-        """Put the layers of mixtures in place of their weights."""
-        for stored in self.expert_layers.values() if self.pre_quantized else ():
-            stored_experts.finish(model, stored)
-        for name in self.experts:
-            module: Any = model.get_submodule(name)
-            for leaf, weight in list(experts.weights_of(module)):
-                full_name = f"{name}.{leaf}"
-                if full_name not in self.expert_layers:  # transformers made it up
-                    self.quantize_expert(model, full_name, weight)
-                made = self.expert_layers.pop(full_name)
-                if made.activation is not None:
-                    check_fp8_device(name, made.weight.device, None, instead=WITHOUT_FP8)
-                experts.put_(module, leaf, made)
-
-    def _finish_stored(
-        self, module: Fp8Linear | Fp8ExpertLinear, stored: linear_layers.StoredLinear
-    ) -> None:
+    def _finish_stored(self, module: Fp8Linear, stored: linear_layers.StoredLinear) -> None:
         weight = module.weight
         tensors = {"weight": weight, "weight_scale": stored.weight_scale.to(weight.device)}
         if stored.input_scale is not None:
@@ -352,6 +298,19 @@ def _empty(
     return made
 
 
+def _stored_weight_only(patterns: Sequence[str], places: Mapping[str, str | None]) -> set[str]:
+    """Which layers of a checkpoint are weight-only; places: their names in the model.
+
+    A pattern may be for either name: a part of the model may be loaded, or what holds it.
+    """
+    names = {name: layer for layer, place in places.items() for name in (layer, place) if name}
+    try:
+        found = match_layers(patterns, [Layer(name, layer_index(name)) for name in names])
+    except ConfigError as error:
+        raise CheckpointError(f"weight_only_layers of the saved config: {error}") from None
+    return {names[layer.name] for layer in found}
+
+
 class _QuantizeWeight(ConversionOps):
     """Plain weights in, FP8 ones out; the layer gets its scales at once."""
 
@@ -364,17 +323,50 @@ class _QuantizeWeight(ConversionOps):
         out = {}
         for name, x in input_dict.items():
             weight = out[name] = x[0] if isinstance(x, list) else x
-            layer, _, leaf = name.rpartition(".")
-            module = kwargs["model"].get_submodule(layer)
-            try:
-                if isinstance(module, Fp8Linear) and leaf == "weight":
+            module = kwargs["model"].get_submodule(name.rpartition(".")[0])
+            if isinstance(module, Fp8Linear) and name.endswith(".weight"):
+                try:
                     self.quantizer.quantize_(module, weight)
                     out[name] = module.weight
-                elif layer in self.quantizer.experts and leaf in experts.WEIGHTS:
-                    out[name] = self.quantizer.quantize_expert(kwargs["model"], name, weight)
-            except OctavoError as error:  # the loader would turn it into one of its own
-                self.quantizer.problems.append(str(error))
+                except OctavoError as error:  # the loader would turn it into one of its own
+                    self.quantizer.problems.append(str(error))
         return out
+
+
+class _NamesInModel:
+    """What a model calls the tensors of a checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        mapping = get_model_conversion_mapping(model)
+        self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.tensors = model.state_dict()
+
+    def layer(self, layer: str) -> str | None:
+        """The model's name of a layer with a weight, None if it has no such layer."""
+        own = f"{layer}.weight"
+        name, pattern = self._rename(own)
+        if name not in self.tensors and own in self.tensors:
+            return layer
+        if pattern is not None:
+            kind = type(self.model).__name__
+            raise CheckpointError(
+                f"{layer}: expected one linear layer of {kind}, got one that transformers makes "
+                f"{name} of"
+            )
+        return name.removesuffix(".weight") if name in self.tensors else None
+
+    def tensor(self, name: str) -> str:
+        """What a report calls a tensor that the model may not have."""
+        return self._rename(name)[0]
+
+    def _rename(self, name: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        found: tuple[str, str | None] = rename_source_key(
+            name, self.renamings, self.converters, prefix, self.tensors
+        )
+        return found
 
 
 def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -> None:

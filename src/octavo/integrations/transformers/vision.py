@@ -20,7 +20,6 @@ from octavo.integrations.patch import begin_patch, find_patched, undo_patches_
 from octavo.integrations.transformers import fused_vision
 from octavo.internals import internals, require
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.numerics.attention import PLAIN, AttentionSpec
 from octavo.ops.check import check_attention_impl, check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
 
@@ -93,7 +92,7 @@ def attach(
     *,
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
-    spec: AttentionSpec = PLAIN,
+    promote_every: int | None = 1,
     impl: str | None = None,
 ) -> list[str]:
     """Give a vision tower's layers attention in FP8 or BF16; returns their names.
@@ -121,9 +120,9 @@ def attach(
     made = {}
     for name, module in found.items():
         if name in chosen:
-            made[name] = make_layer(name, module, fp8, scales, spec, impl)
+            made[name] = make_layer(name, module, fp8, scales, promote_every, impl)
         elif type(module).__name__ != WHISPER:
-            made[name] = make_layer(name, module)
+            made[name] = make_layer(name, module, promote_every=promote_every)
     register(IMPLEMENTATION, attend)
     for name, layer in made.items():
         module = found[name]
@@ -197,7 +196,7 @@ def make_layer(
     module: nn.Module,
     settings: AttentionSettings | None = None,
     scales: ScaleSet | None = None,
-    spec: AttentionSpec = PLAIN,
+    promote_every: int | None = 1,
     impl: str | None = None,
 ) -> EncoderAttention:
     """The layer of one module; without settings it attends in the model's dtype."""
@@ -213,7 +212,7 @@ def make_layer(
         name=name,
         fp8=settings,
         scales=given,
-        spec=PLAIN if settings is None else spec,
+        promote_every=promote_every,
         impl=impl,
     )
     return layer.to(device_of(module))

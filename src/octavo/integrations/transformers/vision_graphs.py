@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 
 from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.patch import begin_patch, find_patched, is_patched, undo_patches_
+from octavo.integrations.patch import begin_patch, find_patched, undo_patches_
 from octavo.integrations.transformers.fused_vision import FAMILIES
-from octavo.integrations.transformers.graph_state import Snapshot
 from octavo.internals import internals
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
@@ -31,11 +31,6 @@ NUM_WARMUPS = 2
 # Where a tower that runs by graphs has them, among its attributes; see graphed_forward.
 GRAPHS = "octavo_graphs"
 FEATURE = "vision_graphs"
-# The ops of a layer's attention, their operands, and what each does.
-FP8_OPS = (("quantize_qkv", "BF16 to FP8", "quantizes"), ("attention", "FP8", "attends"))
-BF16_OPS = (("attention", "BF16", "attends"),)
-# That of `tower_graphs`, which `apply_` brings and graphs of budgets replace.
-AUTOMATIC = "tower_graphs"
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,11 @@ class VisionGraphs:
         self.budgets = tuple(sorted(set(budgets)))
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
-        self._snapshot: Snapshot | None = None
-        self._implementation = ""
+        self._fingerprint: tuple[object, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: graphs read the memory of this tower, not of another."""
-        return {**vars(self), "_captured": {}, "_pool": None, "_snapshot": None}
+        return {**vars(self), "_captured": {}, "_pool": None, "_fingerprint": ()}
 
     def plan(self, grid_thw: Tensor) -> Plan:
         """How a request with this grid will run on this machine."""
@@ -112,12 +106,11 @@ class VisionGraphs:
         if objection := self._objection_to_attention():
             return objection
         layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
-        for head_dim, is_fp8 in {(x.head_dim, x.scaling is not None) for x in layers}:
-            for op, kind, what in FP8_OPS if is_fp8 else BF16_OPS:
-                found = explain_op(op, kind, device, head_dim).selection
-                if found is not None and found.impl == "reference":
-                    why = "; ".join(found.objections.values())
-                    return f"the reference {what}, which waits for the device: {why}"
+        for head_dim in {layer.head_dim for layer in layers if layer.scaling is not None}:
+            found = explain_op("quantize_qkv", "BF16 to FP8", device, head_dim).selection
+            if found is not None and found.impl == "reference":
+                why = "; ".join(found.objections.values())
+                return f"the reference quantizes, which waits for the device: {why}"
         return ""
 
     def _objection_to_attention(self) -> str:
@@ -129,7 +122,7 @@ class VisionGraphs:
     def _padding_plan(self, grid_thw: Tensor) -> Plan:
         if objection := self._objection_to_attention():
             return Plan(None, objection)
-        ends = cu_seqlens_of(grid_thw)
+        ends = _cu_seqlens(grid_thw)
         num_tokens, num_sequences = ends[-1], len(ends) - 1
         if num_tokens == 0:
             return Plan(None, "the request has no tokens")
@@ -183,11 +176,7 @@ class VisionGraphs:
         if plan.budget is None:
             raise UnsupportedError(f"expected a request that fits a budget, but {plan.reason}")
         inputs = self._padded(hidden_states, grid_thw, plan.budget)
-        result = self.forward(inputs, plan.budget)
-        if self._has_forward_of_graphs():  # whose place the class's took: no hook was called
-            for saver in savers_of(self.tower):
-                if saver.is_watching(self.tower):
-                    saver.step()
+        result = self._forward(inputs, plan.budget)
         return self._cut(result, len(hidden_states), plan.budget, is_copied=False)
 
     def _num_rows(self, budget: int) -> int:
@@ -196,14 +185,14 @@ class VisionGraphs:
 
     def _padded(self, hidden_states: Tensor, grid_thw: Tensor, budget: int) -> dict[str, Tensor]:
         """A request's patches, tables of positions and lengths in the shapes of a budget."""
-        ends = cu_seqlens_of(grid_thw)
+        ends = _cu_seqlens(grid_thw)
         num_tokens = ends[-1]
         if hidden_states.dim() != 2 or len(hidden_states) != num_tokens:
             raise ConfigError(
                 f"expected {num_tokens} rows of patches, got {list(hidden_states.shape)}"
             )
         device, num_rows = hidden_states.device, self._num_rows(budget)
-        tables = self.tables(grid_thw.to(device))
+        tables = self._tables(grid_thw.to(device))
         padding = num_rows - num_tokens
         padded = {
             name: nn.functional.pad(table, (0, 0, 0, padding))
@@ -213,7 +202,7 @@ class VisionGraphs:
         padded["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
         return padded
 
-    def tables(self, grid_thw: Tensor) -> dict[str, Tensor]:
+    def _tables(self, grid_thw: Tensor) -> dict[str, Tensor]:
         """What the tower would make of the grid itself, by waiting for the device."""
         with internals("transformers"):
             from transformers.vision_utils import (
@@ -232,17 +221,14 @@ class VisionGraphs:
         positions = get_vision_position_ids(grid_thw, tower.spatial_merge_size)
         return {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
 
-    def forward(self, inputs: Mapping[str, Tensor], budget: int) -> Any:
+    def _forward(self, inputs: Mapping[str, Tensor], budget: int) -> Any:
         """The tower's pass over padded inputs; nothing in it waits for the device."""
         # With all tables given, the tower does not look at the grid.
         grid = torch.zeros(0, 3, dtype=torch.int64)
         tower = self.tower
         # A forward of graphs on the tower would come back to here.
-        call = partial(type(tower).forward, tower) if self._has_forward_of_graphs() else tower
+        call = partial(type(tower).forward, tower) if GRAPHS in vars(tower) else tower
         return call(**inputs, grid_thw=grid, max_seqlen=budget, return_dict=True)
-
-    def _has_forward_of_graphs(self) -> bool:
-        return GRAPHS in vars(self.tower) or is_patched(self.tower, AUTOMATIC)
 
     def _capture(self, inputs: Mapping[str, Tensor], budget: int) -> _Captured:
         static = {name: x.clone() for name, x in inputs.items()}
@@ -251,22 +237,21 @@ class VisionGraphs:
         with history_kept(self.tower), not_counted(self.tower):
             with torch.cuda.stream(stream):
                 for _ in range(NUM_WARMUPS):
-                    self.forward(static, budget)
+                    self._forward(static, budget)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                result = self.forward(static, budget)
+                result = self._forward(static, budget)
         return _Captured(graph, static, result)
 
     def _forget_if_changed(self) -> None:
         """Drop graphs that read memory which is no longer the tower's."""
-        implementation = self.tower.config._attn_implementation
-        is_same = self._snapshot is not None and self._snapshot.holds()
-        if not is_same or implementation != self._implementation:
+        found = _fingerprint(self.tower)
+        if found != self._fingerprint:
             self._captured.clear()
             # Graphs share memory: none is replayed before the last one's result is copied.
             self._pool = torch.cuda.graph_pool_handle()
-            self._snapshot, self._implementation = Snapshot(self.tower), implementation
+            self._fingerprint = found
 
     def _cut(self, result: Any, num_tokens: int, budget: int, *, is_copied: bool) -> Any:
         """A padded result without its padding."""
@@ -283,7 +268,20 @@ class VisionGraphs:
         return type(result)(**{name: cut(x) for name, x in result.items()})
 
 
-def cu_seqlens_of(grid_thw: Tensor) -> list[int]:
+def _fingerprint(tower: Any) -> tuple[object, ...]:
+    """What a graph of the tower depends on; equal as long as its graphs are good.
+
+    It holds the layers themselves, so that no new one can lie where an old one lay.
+    """
+    first = next(tower.parameters())
+    state = (x for block in tower.blocks for x in block.attn.buffers())
+    pointers = (x.data_ptr() for x in chain([first], state))
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
+    impls = (layer.impl for layer in layers)
+    return (tower.config._attn_implementation, *layers, *impls, *pointers)
+
+
+def _cu_seqlens(grid_thw: Tensor) -> list[int]:
     """Where each image, or frame of a video, begins, and where the last one ends."""
     if grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ConfigError(f"expected grid_thw [images, 3], got {list(grid_thw.shape)}")
@@ -324,7 +322,7 @@ def use_graphs_(model: nn.Module, budgets: Sequence[int], *, max_sequences: int 
         )
     made = {}
     for name, tower in towers.items():
-        if "forward" in vars(tower) and not is_patched(tower, AUTOMATIC):
+        if "forward" in vars(tower):
             raise UnsupportedError(
                 f"{name or type(tower).__name__}: expected the forward of its class, got another: "
                 "use graphs before what replaces it"
@@ -332,7 +330,6 @@ def use_graphs_(model: nn.Module, budgets: Sequence[int], *, max_sequences: int 
         made[name] = VisionGraphs(tower, budgets, max_sequences=max_sequences)
         if objection := made[name].objection():
             raise UnsupportedError(objection)
-    undo_patches_(model, AUTOMATIC)
     for name, graphs in made.items():
         patch = begin_patch(towers[name], FEATURE)
         patch.set(towers[name], GRAPHS, graphs)

@@ -14,7 +14,6 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 SHORT = 64
 # Bytes of shared memory beside the tiles; as compiled for sm_90, with room to spare.
 SHARED_EXTRA = 1024
-HOPPER_SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -40,84 +39,38 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """Launch settings of the kernel for Hopper: 64 queries a warpgroup, block_n keys at a time.
+    """Launch settings of the kernel for Hopper: 128 queries a program, block_n keys at a time.
 
-    num_consumers: warpgroups of a program that attend. has_ones: the tensor core adds up the rows
-    of P, too; with codes it always does. has_one_loop: tiles that hide keys are not apart, which
-    saves registers. is_persistent: a program for each SM does one tile of queries after the other.
-    is_longest_first: of a causal call the longest tiles of all heads come first. part_width:
-    columns of P·V at a time where those of a tile have no registers, which is two-level
-    accumulation of head_dims above 128.
+    has_ones: the tensor core adds up the rows of P, too. has_one_loop: tiles that hide keys are not
+    apart, which saves registers. is_persistent: a program for each SM does one tile of queries
+    after the other.
     """
 
     block_n: int = 128
     num_stages: int = 4
-    num_consumers: int = 2
     has_ones: bool = False
     has_one_loop: bool = False
     is_persistent: bool = False
-    is_longest_first: bool = False
-    part_width: int = 32
 
 
-def takes_codes(head_dim: int, spec: AttentionSpec) -> bool:
-    """Whether the kernel for Hopper makes P by codes: unless asked otherwise, where that pays."""
-    if spec.exponentials is None:
-        return head_dim <= 128
-    return spec.exponentials == "codes"
-
-
-def default_gluon(head_dim: int, spec: AttentionSpec, kv_len: int | None = None) -> GluonConfig:
+def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
     """The launch settings by rule: what each head_dim has registers for.
 
-    kv_len: keys of a sequence, on average; None is many. Where jobs differ in length the hardware
-    deals them out better than a program for each SM does.
+    Where jobs differ in length the hardware deals them out better than a program for each SM does,
+    and what hides keys takes the registers that a loop over jobs needs.
     """
-    is_plain = not spec.causal and spec.window is None and spec.softcap is None
-    if takes_codes(head_dim, spec):
-        return _default_with_codes(head_dim, spec, is_plain, kv_len)
     if head_dim <= 80:
+        is_plain = not spec.causal and spec.window is None and spec.softcap is None
         return GluonConfig(has_ones=True, is_persistent=is_plain)
-    if head_dim <= 128:
-        has_ones = head_dim < 128
-        return GluonConfig(has_ones=has_ones, has_one_loop=has_ones)
-    return GluonConfig(block_n=64)
+    if head_dim < 128:
+        return GluonConfig(has_ones=True, has_one_loop=True)
+    return GluonConfig(block_n=128 if head_dim == 128 else 64)
 
 
-def _default_with_codes(
-    head_dim: int, spec: AttentionSpec, is_plain: bool, kv_len: int | None
-) -> GluonConfig:
-    """Without exponentials what is left of a tile's cost falls with its size.
-
-    256 keys instead of 128 bring 10 % at head_dim 64 and 96 and 5 % at 128 (H200, 8192 tokens), but
-    a causal call computes half of its last tile in vain, and short sequences do not fill one.
-    """
-    if head_dim > 128:
-        return GluonConfig(block_n=64)
-    is_persistent = is_plain and head_dim <= 80
-    is_long = kv_len is None or kv_len >= (2048 if spec.causal else 512)
-    if not is_long or spec.window is not None or spec.softcap is not None:
-        return GluonConfig(is_persistent=is_persistent)
-    num_stages = 4 if head_dim <= 64 else 2
-    return GluonConfig(block_n=256, num_stages=num_stages, is_persistent=is_persistent)
-
-
-def is_valid_gluon(config: GluonConfig, head_dim: int, spec: AttentionSpec) -> bool:
+def is_valid_gluon(config: GluonConfig) -> bool:
     """Whether a launch of Hopper's kernel with these settings is possible, and right."""
-    sizes = (config.block_n, config.num_stages, config.part_width)
-    if any(size & (size - 1) for size in sizes) or config.num_consumers not in (2, 3):
-        return False
-    if (
-        not 32 <= config.block_n <= 256
-        or config.num_stages < 2
-        or config.part_width not in (32, 64)
-    ):
-        return False
-    (main, rest), values = split_head_dim(head_dim, is_fp8_operand=True)
-    queries = 64 * config.num_consumers * (2 if config.is_persistent else 1) * (main + rest)
-    tiles = config.num_stages * config.block_n * (main + rest + sum(values))
-    ones = 8 * config.block_n
-    return queries + tiles + ones + SHARED_EXTRA <= HOPPER_SHARED_BYTES
+    sizes = (config.block_n, config.num_stages)
+    return all(size >= 2 and size & (size - 1) == 0 for size in sizes)
 
 
 def hopper_objection(
@@ -135,16 +88,15 @@ def hopper_objection(
         return f"it is made for compute capability 9.0, got {major}.{minor}"
     if any(dtype != torch.float8_e4m3fn for dtype in dtypes):
         return f"it takes e4m3, got {dtypes[0]} and {dtypes[1]}"
-    if head_dim is not None and not 64 <= head_dim <= MAX_HEAD_DIM:
-        return f"head_dim must lie in 64 … {MAX_HEAD_DIM}, got {head_dim}"
-    if head_dim is not None and head_dim > 192 and "codes" not in features:
-        return "with exponentials Triton is faster above head_dim 192"
+    if head_dim is not None and not 64 <= head_dim <= 192:
+        return f"head_dim must lie in 64 … 192, got {head_dim}"
     if granularity == "token":
         return "scales per token and head are Triton's"
     refused = {
         "key_mask": "a key mask is Triton's",
         "mixed": "keys and values must have one dtype",
-        "promote-later": "it promotes after every tile or never",
+        "one-level": "it always accumulates in two levels",
+        "promote-later": "it promotes after every tile",
     }
     if found := sorted(features & refused.keys()):
         return refused[found[0]]

@@ -25,24 +25,13 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 @triton.jit
-def _find_sequence(slot, lengths_ptr, num_sequences, num_tokens, BLOCK: tl.constexpr):
-    """The sequence that has a slot for a block of tokens, and the tokens before it.
-
-    Slots of a sequence begin at those tokens // BLOCK + its index: enough for each whatever its
-    length, and how many there are in all follows from the room, without a look at the lengths.
-    """
-    total = tl.cast(0, tl.int32)
-    sequence = tl.cast(-1, tl.int32)
-    first = tl.cast(0, tl.int32)
-    for begin in range(0, num_sequences, 128):
-        index = begin + tl.arange(0, 128)
-        length = tl.load(lengths_ptr + index, mask=index < num_sequences, other=0)
-        start = tl.minimum(total + tl.cumsum(length, axis=0) - length, num_tokens)
-        is_begun = (start // BLOCK + index <= slot) & (index < num_sequences)
-        sequence += tl.sum(is_begun.to(tl.int32), axis=0)
-        first = tl.maximum(first, tl.max(tl.where(is_begun, start, 0), axis=0))
-        total += tl.sum(length, axis=0)
-    return sequence, first
+def _first_token(lengths_ptr, sequence):
+    """How many tokens the sequences before this one have."""
+    total = tl.zeros([128], tl.int32)
+    for start in range(0, sequence, 128):
+        index = start + tl.arange(0, 128)
+        total += tl.load(lengths_ptr + index, mask=index < sequence, other=0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -75,7 +64,7 @@ def _gather_scale(scale_ptr, out_ptr, table_ptr, token, length, place, head, PAG
     tl.store(out_ptr + place * num_heads + head, scale, mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_sequences", "num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def _gather_kernel(
     key_pages_ptr,
     value_pages_ptr,
@@ -96,8 +85,7 @@ def _gather_kernel(
     value_head_stride,
     value_token_stride,
     row_stride,
-    num_slots,
-    num_sequences,
+    num_blocks,
     num_heads,
     num_tokens,
     num_columns,
@@ -113,11 +101,11 @@ def _gather_kernel(
     Tokens beyond the room that was made for them are dropped, never written past its end.
     """
     # One axis: the others end at 65535, which sequences may exceed.
-    slot = tl.program_id(0) % num_slots
-    head = tl.program_id(0) // num_slots
-    sequence, first = _find_sequence(slot, lengths_ptr, num_sequences, num_tokens, BLOCK)
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    sequence = tl.program_id(0) // num_blocks // num_heads
+    first = tl.minimum(_first_token(lengths_ptr, sequence), num_tokens)
     length = tl.minimum(tl.load(lengths_ptr + sequence), num_tokens - first)
-    block = slot - first // BLOCK - sequence
     if block == 0 and head == 0:
         tl.store(cu_seqlens_ptr + sequence + 1, first + length)
         if sequence == 0:
@@ -196,8 +184,8 @@ def gather(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(k, v, k_scale, v_scale, cu_seqlens) of all sequences, packed, in `dtype`.
 
-    num_tokens: room for all of them; the launch depends on it, and not on the lengths or the width
-    of the page table. Keys have rows of head_dim rounded up to 16, so that each starts aligned.
+    num_tokens: room for all of them. Keys have rows of head_dim rounded up to 16, so that each
+    starts aligned.
     """
     config = config or GatherConfig()
     device, heads, head_dim = view.device, view.num_kv_heads, view.head_dim
@@ -216,10 +204,10 @@ def gather(
             torch.empty(num_tokens, heads, dtype=torch.float32, device=device) for _ in range(2)
         )
     cu_seqlens = torch.empty(view.num_sequences + 1, dtype=torch.int32, device=device)
-    num_slots = num_tokens // config.block_tokens + view.num_sequences
+    num_blocks = max(1, triton.cdiv(view.max_pages * view.page_size, config.block_tokens))
     launch(
         _gather_kernel,
-        (num_slots * heads,),
+        (num_blocks * heads * view.num_sequences,),
         view.key_pages,
         view.value_pages,
         view.key_scale,
@@ -239,8 +227,7 @@ def gather(
         view.value_pages.stride(1),
         view.value_pages.stride(2),
         row,
-        num_slots,
-        view.num_sequences,
+        num_blocks,
         heads,
         num_tokens,
         columns,

@@ -177,7 +177,7 @@ def _enter(
                     own = None if name == STOCK else partial(attend, name)
                     use_attention(entry.tower, name, own)
                 else:
-                    apply_(entry.tower, _recipe(tower, row, inputs), cuda_graphs=False)
+                    apply_(entry.tower, _recipe(tower, row, inputs))
                     peer = _use_fastest(entry.tower, inputs, peers) if entry.is_fused else None
                     entry = entry if peer is None else replace(entry, name=f"octavo with {peer}")
             except UnsupportedError as error:

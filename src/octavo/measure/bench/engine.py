@@ -28,7 +28,6 @@ from octavo.integrations.transformers.calibrate import calibrate_kv
 from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
-from octavo.layers.experts import Fp8ExpertLinear
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench.expect import expect, expect_within
 from octavo.measure.bench.requests import Prompt, RequestTimes
@@ -95,7 +94,7 @@ def weight_bytes(model: Any) -> int:
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
     total = sum(p.nbytes for p in model.parameters()) - (0 if is_tied else embedding.nbytes)
-    fp8 = [part for part in model.modules() if isinstance(part, Fp8Linear | Fp8ExpertLinear)]
+    fp8 = [part for part in model.modules() if isinstance(part, Fp8Linear)]
     return int(total + sum(part.weight.nbytes + part.weight_scale.nbytes for part in fp8))
 
 

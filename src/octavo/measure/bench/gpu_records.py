@@ -41,10 +41,10 @@ AREAS = {
     "vision": Area(
         sources=(
             *_files("layers", "encoder_attention scaling"),
-            *_files(_TRANSFORMERS, "*vision* fused_forward graph_capture tower_graphs"),
+            *_files(_TRANSFORMERS, "*vision* fused_forward"),
         ),
         without=_files(_TRANSFORMERS, "vision_language"),
-        tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention test_tower_graphs"),
+        tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention"),
     ),
     "kv": Area(
         sources=(
@@ -52,24 +52,23 @@ AREAS = {
             *_files("layers", "decoder_attention"),
             *_files(
                 _TRANSFORMERS,
-                "*cache* decode* calibrate fused_decoder fused_forward graph_capture graph_state "
-                "paged_steps saturation",
+                "*cache* decoder* calibrate fused_decoder fused_forward paged_steps saturation",
             ),
         ),
         tests=(
             *_files("cache", "test_storage"),
-            *_files(_TRANSFORMERS, "test_calibrate_text test_decode_graphs_gpu test_kv_cache*"),
+            *_files(_TRANSFORMERS, "test_calibrate_text test_kv_cache*"),
         ),
     ),
     "linear": Area(
         sources=(
-            *_files("layers", "experts joint_linear linear saturation warmup"),
+            *_files("layers", "joint_linear linear saturation warmup"),
             *_files("integrations", "linear output_heads"),
-            *_files(_TRANSFORMERS, "experts joint_projections load quantizer stored_experts"),
+            *_files(_TRANSFORMERS, "joint_projections load quantizer"),
         ),
         tests=(
-            *_files("layers", "test_experts test_joint_linear test_linear_gpu test_warmup"),
-            *_files(_TRANSFORMERS, "test_experts test_load_fp8 test_quantizer"),
+            *_files("layers", "test_joint_linear test_linear_gpu test_warmup"),
+            *_files(_TRANSFORMERS, "test_load_fp8 test_quantizer"),
         ),
     ),
     "diffusion": Area(
@@ -102,7 +101,7 @@ def tests_of(name: str, tests: Path) -> list[Path]:
     """The files in the folder of all tests that run a kernel, or have GPU tests of an area.
 
     Those of a kernel are test_<kernel>.py and test_<kernel>_*.py, of the longest name that fits;
-    files that only compile, or simulate a GPU, are not among them.
+    files that only compile are not among them.
     """
     if name in AREAS:
         files = _matching(tests, AREAS[name].tests)
@@ -113,8 +112,7 @@ def tests_of(name: str, tests: Path) -> list[Path]:
         return max((name for name in kernel_names() if topic.startswith(name + "_")), default="")
 
     files = {path for path in (tests / "kernels").glob("test_*.py") if owner(path) == name}
-    on_cpu = ("_compiled", "_simulated")
-    return sorted(path for path in files if not path.stem.endswith(on_cpu))
+    return sorted(path for path in files if not path.stem.endswith("_compiled"))
 
 
 def sources_of(name: str) -> list[Path]:

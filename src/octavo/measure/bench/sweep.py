@@ -100,7 +100,7 @@ class EngineOptions(Flagged):
     num_pages: int | None = None
     page_size: int = 64
     enforce_eager: bool = False
-    compile: bool | None = None
+    compile: bool = False
 
     def settings(self, max_num_seqs: int) -> EngineSettings:
         """Those of an engine for so many requests at once."""

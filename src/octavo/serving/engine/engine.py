@@ -23,7 +23,6 @@ from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.text_model import load_served_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
-from octavo.serving.engine.compiling import compile_layers
 from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.precision import describe_engine
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
@@ -33,7 +32,7 @@ from octavo.serving.engine.saturation_totals import SaturationTotals
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
-from octavo.serving.engine.sizing import choose_context, choose_num_pages
+from octavo.serving.engine.sizing import choose_context, choose_num_pages, try_pass
 from octavo.serving.engine.text import Texts, TextStream
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class Engine:
     end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
     image_processor: as transformers' are, for prompts with images; None refuses them.
-    tell: gets a line for what takes long. precision: what is in FP8. eos_tokens: those that end an
-    answer, as the model has them. model: with the engine's attention until the engine is closed.
+    precision: what is in FP8. eos_tokens: those that end an answer, as the model has them. model:
+    with the engine's attention until the engine is closed.
     """
 
     def __init__(
@@ -58,13 +57,13 @@ class Engine:
         *,
         model_name: str = "model",
         image_processor: Any = None,
-        tell: Callable[[str], object] = logger.info,
     ) -> None:
         has_images = image_processor is not None
         self._images = EngineImages(model.model, image_processor) if has_images else None
         spec = model.cache_spec(settings.page_size)
-        is_compiled = compile_layers(model, spec, settings, tell)
-        settings = dataclasses.replace(settings, compile=is_compiled)
+        if settings.compile:
+            model.compile()
+            try_pass(model, spec, num_tokens=1, num_seqs=1)
         num_pages = choose_num_pages(model, spec, settings, self._images)
         self.max_context = choose_context(model, num_pages * spec.page_size, settings)
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
@@ -79,9 +78,11 @@ class Engine:
         self.precision = describe_engine(model, self._runner.storage)
         self._saturation = SaturationTotals(model)
         if settings.cuda_graphs is not False:
-            if self._images is not None:
-                self._images.use_graphs()
-            self._runner.use_graphs(self.settings, is_required=settings.cuda_graphs is True)
+            self._runner.use_graphs(
+                max_batch=settings.max_num_seqs,
+                max_context=self.max_context,
+                is_required=settings.cuda_graphs is True,
+            )
         self._seeds = random.Random(settings.seed)
         self._ahead: Pass | None = None
         self._ended: list[Delta] = []  # by abort and close: for the next step
@@ -94,9 +95,8 @@ class Engine:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are replayed from CUDA graphs."""
-        graphs = None if self._runner is None else self._runner.graphs
-        return graphs is not None and bool(graphs.shapes)
+        """Whether decode steps are replayed from CUDA graphs."""
+        return self._runner is not None and self._runner.graphs is not None
 
     @property
     def has_images(self) -> bool:
@@ -170,8 +170,8 @@ class Engine:
         if self._texts is not None:
             sequence.stream = TextStream(self._texts, sampling.stop)
 
-    def warm_up(self, progress: Callable[[list[Any]], Iterable[Any]] = iter) -> None:
-        """Capture the CUDA graphs of usual steps now, if steps run by them; progress: over them."""
+    def warm_up(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
+        """Capture all CUDA graphs now, if steps run by them; progress: over their batch sizes."""
         if self._runner is not None:
             self._runner.capture_graphs(progress)
 
@@ -259,8 +259,6 @@ class Engine:
         self._ahead = None
         if self._runner is not None:
             self._runner = None
-            if self._images is not None:
-                self._images.drop_graphs()
             self._model.close()
 
     def _note(self, sequence: Sequence, sampled: Sampled) -> Delta:
@@ -319,7 +317,6 @@ def load_engine(
     vision_impl: str | None = None,
     prefill_impl: str | None = None,
     prompts: PromptSettings = PromptSettings(),
-    tell: Callable[[str], object] = logger.info,
 ) -> Engine:
     """An engine for a model: a folder, GGUF file or hub name, or a model that is loaded already.
 
@@ -328,7 +325,7 @@ def load_engine(
     engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention,
     prefill_impl: of attention of prompts, by name. Linear layers of the recipe are quantized in
     place if the model is loaded here; beside one that was there before, whose weights stay.
-    prompts: how texts and chats become tokens. tell: gets a line for what takes long.
+    prompts: how texts and chats become tokens.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
     is_own, given = False, tokenizer
@@ -360,10 +357,7 @@ def load_engine(
     prepared = EngineModel(model, recipe, vision_impl=vision_impl, prefill_impl=prefill_impl)
     try:
         return Engine(
-            *(prepared, tokenizer, settings),
-            model_name=name,
-            image_processor=image_processor,
-            tell=tell,
+            *(prepared, tokenizer, settings), model_name=name, image_processor=image_processor
         )
     except BaseException:
         prepared.close()

@@ -1,6 +1,5 @@
 """octavo.LLM: answers to a list of prompts."""
 
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -53,7 +52,6 @@ class LLM:
             device=device,
             vision_impl=vision_impl,
             prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
-            tell=lambda line: print(f"octavo: {line}", file=sys.stderr),
         )
         self._num_requests = 0
 

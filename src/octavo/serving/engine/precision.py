@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from octavo.cache.storage import PagedStorage
-from octavo.integrations.linear import find_linear, fp8_layer
+from octavo.integrations.linear import find_linear
 from octavo.integrations.transformers import vision
 from octavo.integrations.transformers.engine_images import has_vision
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.layers.encoder_attention import EncoderAttention
+from octavo.layers.linear import Fp8Linear
 from octavo.numerics.formats import E4M3, is_fp8
 
 LayerKind = Literal["kv_cache", "linear", "vision_attention", "attention"]
@@ -124,13 +125,13 @@ def describe_linear(models: Mapping[str, nn.Module]) -> LayerPrecision:
         for component, model in models.items()
         for name, layer in find_linear(model).items()
     }
-    fp8 = [found for layer in layers.values() if (found := fp8_layer(layer)) is not None]
+    fp8 = [layer for layer in layers.values() if isinstance(layer, Fp8Linear)]
     num_weight_only = sum(layer.activation is None for layer in fp8)
     note = ""
     if num_weight_only:
         note = "weights only" + ("" if num_weight_only == len(fp8) else f" in {num_weight_only}")
     dtypes = {
-        name: None if fp8_layer(layer) else next(layer.parameters()).dtype
+        name: None if isinstance(layer, Fp8Linear) else next(layer.parameters()).dtype
         for name, layer in layers.items()
     }
     return describe_layers("linear", dtypes, note)

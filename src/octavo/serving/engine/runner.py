@@ -1,14 +1,13 @@
 """The model with its pages: forward passes, and the tokens drawn from their logits.
 
 While the host makes deltas of a pass's tokens, schedules and writes tables, the device would wait.
-So where all that runs gets a token, the next pass is queued at once: its tokens are on the device,
+So where all that runs only decodes, the next pass is queued at once: its tokens are on the device,
 where they are drawn, and everything else about it is known. Only an answer that ends by its token
 is a surprise: what the next pass computes of it is thrown away.
 """
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,18 +16,15 @@ from torch import Tensor
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.errors import OctavoError, UnsupportedError
-from octavo.integrations.linear import find_counters
 from octavo.integrations.transformers.engine_model import EngineModel
-from octavo.layers.saturation import EVERY
 from octavo.numerics.granularity import PerToken
+from octavo.serving.engine.decode_graphs import DecodeGraphs
 from octavo.serving.engine.image_store import ImageStore
 from octavo.serving.engine.request import GrammarFailure
 from octavo.serving.engine.sampler import Draws, Reason, Sampled, Sampler, SamplerRow
 from octavo.serving.engine.scheduler import Batch
 from octavo.serving.engine.sequence import Sequence
-from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.engine.step import make_step
-from octavo.serving.engine.step_graphs import Shape, StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +48,10 @@ class Runner:
     All passes are in inference mode, trials as well: compiled layers have a graph for each mode.
 
     images: its embeddings of images, None if it takes none.
-    graphs: what runs steps that a graph can hold, if `use_graphs` was called.
+    graphs: what runs steps that only decode, if `use_graphs` was called and a graph can hold them.
     """
 
-    graphs: StepGraphs | None = None
+    graphs: DecodeGraphs | None = None
 
     def __init__(
         self,
@@ -66,8 +62,6 @@ class Runner:
     ) -> None:
         self.model, self.images = model, images
         self._needs_graphs = False
-        self._has_counters = bool(find_counters(model.model))
-        self._num_prompt_steps = 0
         self._sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
         self.storage = PagedStorage(spec, num_pages, model.device)
         if isinstance(spec.granularity, PerToken):
@@ -78,26 +72,27 @@ class Runner:
                 scales = (attention.key_scale, attention.value_scale)
                 self.storage.set_scales(index, *(scale.expand(shape) for scale in scales))
 
-    def use_graphs(self, settings: EngineSettings, *, is_required: bool) -> None:
-        """Replay steps from CUDA graphs; where none can be, raise if they are required."""
+    def use_graphs(self, *, max_batch: int, max_context: int, is_required: bool) -> None:
+        """Replay decode steps from CUDA graphs; where none can be, raise if they are required."""
         self._needs_graphs = is_required
         if self.model.device.type == "cuda":
-            self.graphs = StepGraphs(self.model, self.storage, settings)
+            self.graphs = DecodeGraphs(
+                self.model, self.storage, max_batch=max_batch, max_context=max_context
+            )
         elif is_required:
             raise UnsupportedError(
                 f"CUDA graphs need a CUDA GPU, got a model on {self.model.device}"
             )
 
     @torch.inference_mode()
-    def capture_graphs(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> None:
-        """Capture the graphs of usual steps, if steps are replayed from them."""
+    def capture_graphs(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
+        """Capture the graphs of all batch sizes, if steps are replayed from them."""
         if self.graphs is None:
             return
-        for shape in progress(self.graphs.usual_shapes):
-            try:
-                self.graphs.capture(shape)
-            except UnsupportedError as error:
-                self._give_up_graphs(shape, error)
+        try:
+            self.graphs.warm_up(progress)
+        except UnsupportedError as error:
+            self._give_up_graphs(error)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -105,17 +100,14 @@ class Runner:
 
         They are good until the next call.
         """
-        is_counted = self._is_counted(batch)
-        shape = None if self.graphs is None or is_counted else self.graphs.find(batch)
-        if self.graphs is not None and shape is not None:
+        if self.graphs is not None and self.graphs.fits(batch):
             try:
-                return self.graphs.run(batch, shape)
+                return self.graphs.run(batch)
             except UnsupportedError as error:
-                self._give_up_graphs(shape, error)
+                self._give_up_graphs(error)
         step = make_step(batch, self.storage)
         images = None if self.images is None else self.images.make_pass(batch, step.positions)
-        with self.model.uncompiled() if is_counted else nullcontext():
-            logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
+        logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
         if self.images is not None and images is not None:
             self.images.release(batch)
         return logits
@@ -130,18 +122,15 @@ class Runner:
 
     def can_begin_next(self, under_way: Pass) -> bool:
         """Whether the pass after one that nobody has read needs no token on the host."""
-        sampled = under_way.batch.sampled
-        if self.graphs is None or not self.graphs.can_decode(len(sampled)):
+        if self.graphs is None or under_way.draws is None or not self.graphs.fits(under_way.batch):
             return False
-        return not any(_depends_on_output(sequence) for sequence in sampled)
+        return not any(_depends_on_output(sequence) for sequence in under_way.batch.sampled)
 
     @torch.inference_mode()
     def begin_next(self, under_way: Pass, following: Batch) -> Pass:
         """Begin the pass that computes the tokens of one that nobody has read."""
         assert self.graphs is not None and under_way.draws is not None  # as `can_begin_next` says
-        shape = self.graphs.find(following)
-        assert shape is not None
-        logits = self.graphs.run(following, shape, under_way.draws.tokens)
+        logits = self.graphs.run(following, under_way.draws.tokens)
         rows = [
             SamplerRow(s.request.sampling, s.request.prompt, s.output, s.seed, num_pending=1)
             for s in following.sampled
@@ -160,23 +149,12 @@ class Runner:
                 found.append(_follow(sequence, one) if isinstance(one, Sampled) else one)
         return found
 
-    def _is_counted(self, batch: Batch) -> bool:
-        """Whether layers with static scales count what saturates in a step, now and then.
-
-        They do so neither compiled nor in a graph: a step of prompts in so many runs without both.
-        """
-        if not self._has_counters or batch.num_single == len(batch.chunks):
-            return False
-        self._num_prompt_steps += 1
-        return self._num_prompt_steps % EVERY == 1
-
-    def _give_up_graphs(self, shape: Shape, error: UnsupportedError) -> None:
-        """Go on without graphs of this kind of step, unless they are required."""
+    def _give_up_graphs(self, error: UnsupportedError) -> None:
+        """Go on without graphs, unless they are required."""
         if self._needs_graphs:
             raise error
-        if self.graphs is not None and self.graphs.give_up(shape):
-            kind = "steps with prompts" if shape.num_prompts else "decode steps"
-            logger.warning("%s run without CUDA graphs: %s", kind, error)
+        logger.warning("decode steps run without CUDA graphs: %s", error)
+        self.graphs = None
 
 
 def _row(index: int, sequence: Sequence, reasons: dict[int, Reason]) -> SamplerRow:

@@ -181,7 +181,7 @@ class Scheduler:
         return Batch((*single, *(chunk for chunk in chunks if chunk.num_tokens > 1)))
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """The pass after one in which all that run get a token, before anybody knows those.
+        """The pass after one that only decodes, before anybody knows its tokens.
 
         None where it depends on them, or on who waits: where a request ends by its length, or has
         ended, where one may be let in, and where pages are short. An answer may still end with the
@@ -190,9 +190,9 @@ class Scheduler:
         has_room = bool(self.waiting) and not self._is_full
         if has_room or len(batch.chunks) != len(self.running):
             return None
-        for sequence, _, _, samples in batch.chunks:
+        for sequence, _, num_tokens, samples in batch.chunks:
             max_tokens = sequence.request.sampling.max_tokens
-            is_going_on = samples and sequence.state == "running"
+            is_going_on = samples and num_tokens == 1 and sequence.state == "running"
             if not is_going_on or sequence.num_output_tokens + 2 > max_tokens:
                 return None
         size = self.allocator.page_size

@@ -18,9 +18,9 @@ class EngineSettings:
     less. enable_prefix_caching: whether full pages are kept and found by prompts that begin alike.
     page_size: tokens of a page. num_pages: of the cache; None takes what memory has room for:
     memory_fraction of a GPU's, all that is in use included, or one GiB on a CPU. seed: what the
-    seeds of requests without one are drawn by. cuda_graphs: whether steps are replayed from CUDA
-    graphs; None is where they can be. compile: whether torch.compile makes kernels of what lies
-    around attention; None does so on a GPU unless cuda_graphs is False, and where it can.
+    seeds of requests without one are drawn by. cuda_graphs: whether steps that only decode are
+    replayed from CUDA graphs; None is where they can be. compile: whether torch.compile makes
+    kernels of what lies around attention.
     """
 
     max_num_seqs: Count = 256
@@ -33,7 +33,7 @@ class EngineSettings:
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     seed: int = 0
     cuda_graphs: bool | None = None
-    compile: bool | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

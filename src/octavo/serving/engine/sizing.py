@@ -12,7 +12,6 @@ from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.scheduler import Batch, Chunk
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
-from octavo.serving.engine.step_graphs import memory_of_graphs
 
 # Without a GPU, where nobody said how large the cache may be.
 CPU_CACHE_BYTES = 2**30
@@ -28,9 +27,8 @@ def choose_num_pages(
 ) -> int:
     """The pages that were asked for, or else as many as memory has room for.
 
-    On a GPU that is what a forward pass of the largest batch, CUDA graphs of it, and the vision
-    tower with a large image if the model takes images, leave of memory_fraction of it; on a CPU one
-    GiB. More than all
+    On a GPU that is what a forward pass of the largest batch, and the vision tower with a large
+    image if the model takes images, leave of memory_fraction of it; on a CPU one GiB. More than all
     running requests could ever use is never taken.
     """
     if settings.num_pages is not None:
@@ -81,8 +79,6 @@ def _free_bytes(
         context = settings.max_context or model.max_context or LARGE_IMAGE_TOKENS
         images.try_largest(min(context, LARGE_IMAGE_TOKENS))
     used = torch.cuda.max_memory_allocated(model.device) - before
-    if settings.cuda_graphs is not False:
-        used += memory_of_graphs(model, spec, used)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(free - used - (1 - settings.memory_fraction) * total)

@@ -32,7 +32,6 @@ class Group:
 
 
 # Not frozen: of one that is, the compiler looks into every tensor, and makes a graph for each kind.
-# And one class for all: the compiler makes a graph for each, too.
 @dataclass(eq=False)
 class Step:
     """A packed pass over the pages, shared by all layers.
@@ -41,11 +40,6 @@ class Step:
     whose tokens begin at cu_seqlens [sequences + 1], the longest at most max_seqlen. slots: where
     each token's key and value go. positions: one number for each token, also where images give it
     three: those are in an ImagePass beside the step. num_cached_tokens: the sum of multi's lengths.
-
-    is_padded: the host knows only how large the pass may be, as it is a CUDA graph's. single: the
-    first tokens, each as if it were a sequence; how many are is on the device. multi: the first of
-    its sequences has all that are, and no keys; then come the others, empty ones last. So
-    cu_seqlens are of all tokens, the second is where prompts begin, and behind the last is padding.
     """
 
     storage: PagedStorage
@@ -58,15 +52,7 @@ class Step:
     cu_seqlens: Tensor
     max_seqlen: int
     num_cached_tokens: int
-    is_padded: bool = False
     plans: dict[object, DecodePlan] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.is_padded:
-            token = torch.arange(len(self.ids), device=self.ids.device)[:, None, None]
-            first, end = self.cu_seqlens[1], self.cu_seqlens[-1]
-            self._is_single = token[: self.single.num_sequences] < first
-            self._is_no_prompt = (token < first) | (token >= end)
 
     def attend(
         self,
@@ -78,8 +64,6 @@ class Step:
         sinks: Tensor | None,
     ) -> Tensor:
         """Store k and v of a layer in their pages, and attend with q to all that is stored."""
-        if self.is_padded:
-            return self._attend_padded(attention, layer, q, k, v, sinks)
         num_single, parts = self.single.num_sequences, []
         view = self._view(layer, self.single if num_single else self.multi)
         attention.append(view, k, v, self.slots)
@@ -96,32 +80,6 @@ class Step:
             )
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend_padded(
-        self,
-        attention: DecoderAttention,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As `attend`; what comes of padding is nobody's."""
-        prompts, single = self._view(layer, self.multi), self._view(layer, self.single)
-        attention.append(prompts, k, v, self.slots)
-        out = attention.prefill(
-            # A scale for all queries is one for those of prompts.
-            q.masked_fill(self._is_no_prompt, 0) if attention.scales_queries else q,
-            *(prompts, self.cu_seqlens, self.max_seqlen),
-            sinks=sinks,
-            num_cached_tokens=self.num_cached_tokens,
-        )
-        num_single = self.single.num_sequences
-        own = q[:num_single, None]
-        plan = self._plan(attention, own, single)
-        decoded = attention.decode(own, single, sinks=sinks, plan=plan)[:, 0]
-        out[:num_single] = torch.where(self._is_single, decoded, out[:num_single])
-        return out
 
     def _view(self, layer: int, group: Group) -> PagedView:
         return self.storage.view(layer, group.page_table, group.lengths)
@@ -145,7 +103,7 @@ def make_step(batch: Batch, storage: PagedStorage) -> Step:
     """The tensors of a pass, brought to the device in one copy."""
     page_size = storage.spec.page_size
     single, multi = batch.chunks[: batch.num_single], batch.chunks[batch.num_single :]
-    ids, positions, slots, rows = token_numbers(batch, page_size)
+    ids, positions, slots, rows = _tokens(batch, page_size)
     ends = [0]
     for chunk in multi:
         ends.append(ends[-1] + chunk.num_tokens)
@@ -172,20 +130,14 @@ def make_step(batch: Batch, storage: PagedStorage) -> Step:
     )
 
 
-def token_numbers(
-    batch: Batch, page_size: int, *, is_known: bool = True
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Ids, positions and slots of all tokens, and the indices of those with logits.
-
-    is_known: whether the sequences have these tokens; ids are 0 if not.
-    """
+def _tokens(batch: Batch, page_size: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Ids, positions and slots of all tokens, and the indices of those with logits."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
     for chunk in batch.chunks:
-        known = chunk.sequence.tokens[chunk.start : chunk.stop]
-        ids += known if is_known else [0] * chunk.num_tokens
+        ids += chunk.sequence.tokens[chunk.start : chunk.stop]
         positions += range(chunk.position, chunk.position + chunk.num_tokens)
         for index in range(chunk.start // page_size, -(-chunk.stop // page_size)):
             first = index * page_size
