@@ -173,7 +173,7 @@ def make_workload(request: TasksRequest, tasks: Mapping[str, Any]) -> "Workload[
     The shift is tested over the questions of a task, and over tasks of equal weight.
     """
     first: dict[str, tuple[Values, list[float]]] = {}
-    asked: dict[str, Scalar] = {"data": ",".join(request.names)}
+    asked: dict[str, Scalar] = {"data": ",".join(Path(name).name for name in request.names)}
     asked["checker"] = f"lm-eval {importlib.metadata.version('lm-eval')}"
     asked["is_chat"] = request.apply_chat_template
     if request.num_questions is not None:
