@@ -69,6 +69,7 @@ CALLS: dict[str, list[tuple[str, str | None]]] = {
     "eval mrcr": [("llm", "transformers")],
     "eval needle": [("", "transformers"), ("llm", "transformers")],
     "eval perplexity": [("llm --data text.txt", "transformers")],
+    "eval tasks": [("llm --tasks gsm8k", "lm-eval,transformers")],
     "export": [("llm --scales scales.json -o exported", None)],
     "image": [("--prompt cat", "diffusers"), ("--model pipe --prompt cat", "diffusers")],
     "report": [("", "report"), ("results", "report")],

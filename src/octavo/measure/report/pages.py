@@ -23,7 +23,14 @@ REASONS = {
 def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
     steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE, speed.GENERATE_CALLS, speed.HOST)
-    answers = (quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1)
+    answers = (
+        quality.PERPLEXITY,
+        images.CHARTQA,
+        quality.NEEDLE,
+        quality.MRCR,
+        quality.PASS_AT_1,
+        quality.TASKS,
+    )
     scales = (layers.SENSITIVITY, layers.CALIBRATION, layers.PIPELINE, *layers.ERRORS)
     speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs), GRID)
     results = (*answers, quality.TEXTS, images.IMAGES)

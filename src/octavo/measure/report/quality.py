@@ -128,6 +128,27 @@ PASS_AT_1 = Kind(
     heads={_SCORE: "pass@1 (%)"},
 )
 
+TASKS = Kind(
+    ops=("tasks",),
+    needs="model data recipe bucket score_percent num_questions",
+    by="model data limit is_chat",
+    rows="recipe bucket",
+    title="lm-eval: {model}, {data}",
+    text="Tasks of the lm-evaluation-harness, asked and judged by it; `all` is the mean over tasks "
+    "or the only one. Rows are compared question by question.",
+    headline=shift_headline,
+    figures=_recovery_dots(
+        caption="Recovery of each recipe by task: its score in that of the first row; 100 % is as "
+        "good. Bars are one standard error.",
+        name="bucket",
+        series=lambda row: str(row.case["recipe"]),
+    ),
+    caption="lm-eval, by recipe and task",
+    columns=f"recipe bucket metric num_questions {_SCORE} {_SCORE_ERROR} {_RECOVERY} "
+    f"{_RECOVERY_ERROR} difference_percent difference_standard_error_percent",
+    heads={"bucket": "task"},
+)
+
 TEXTS = Kind(
     ops=("texts",),
     needs="model recipe prompt text",

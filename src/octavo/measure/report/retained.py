@@ -26,6 +26,7 @@ QUALITIES: Mapping[str, tuple[grammar.Dialect, str]] = {
     "choice": _TEXT,
     "code": _TEXT,
     "math": _TEXT,
+    "tasks": _TEXT,
     "chartqa": (grammar.VISION, "octavo bench encoder"),
     "images": (grammar.IMAGES, "octavo bench diffusion"),
 }
@@ -103,8 +104,9 @@ def _task(record: Measurement) -> str:
     case = record.case
     if record.op == "perplexity":
         return f"perplexity of {case.get('data', 'a text')}, {case['context']:,} tokens"
+    name = case["data"] if record.op == "tasks" else record.op
     number = record.get("num_questions")
-    return f"{record.op}, {number:g} questions" if isinstance(number, int | float) else record.op
+    return f"{name}, {number:g} questions" if isinstance(number, int | float) else str(name)
 
 
 def _chart_interval(record: Measurement) -> tuple[float, float] | None:
