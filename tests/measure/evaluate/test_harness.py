@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from octavo.errors import OctavoError
 from octavo.measure.evaluate.harness import _compared, _mean_of_tasks
 from octavo.measure.statistics import mean_values
 
@@ -47,3 +48,8 @@ def test_metrics_of_which_less_is_better_and_tasks_without_a_score():
     assert _compared(own, first) == {"recovery_percent": 80.0}
     assert _compared(({"bleu,none": 3.0}, []), ({"bleu,none": 4.0}, [])) == {}
     assert _mean_of_tasks({"a": own[0]}) == {}
+
+
+def test_rows_with_other_questions_are_not_compared():
+    with pytest.raises(OctavoError, match="expected 3 scored questions, as many .* got 2"):
+        _compared(task([1.0, 0.0]), task([1.0, 0.0, 1.0]))

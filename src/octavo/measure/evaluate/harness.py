@@ -248,8 +248,13 @@ def _is_mean(scores: Sequence[Any], whole: float) -> bool:
 def _compared(
     own: tuple[Values, list[float]], first: tuple[Values, list[float]]
 ) -> dict[str, float]:
-    """What a row retains of the first row's task: question by question, or of a lower metric."""
-    if own[1] and len(own[1]) == len(first[1]):
+    """What a row retains of the first row's score, or of its metric where less is better."""
+    if len(own[1]) != len(first[1]):
+        raise OctavoError(
+            f"expected {len(first[1])} scored questions, as many as the first row has, got "
+            f"{len(own[1])}: rows cannot be compared question by question"
+        )
+    if own[1]:
         paired = paired_values(question_values(own[1]), question_values(first[1]))
         return {**paired, **paired_recovery([[x] for x in own[1]], [[x] for x in first[1]])}
     name = "lower_is_better"

@@ -70,7 +70,7 @@ class RowSetup:
 
 
 class HarnessModel(TemplateLM):
-    """Does what lm-eval asks of a model. A prompt that is too long raises before any is run."""
+    """A row's model, as lm-eval calls one. A prompt that is too long raises before any is run."""
 
     def __init__(self, setup: RowSetup) -> None:
         super().__init__()
