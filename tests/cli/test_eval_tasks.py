@@ -230,7 +230,10 @@ def test_an_answer_ends_at_a_stop_text(folder, tmp_path):
         ((), "expected tasks of lm-eval, got none: --tasks arc_easy,gsm8k"),
         (("--tasks", "octavo_choice,octavo_choice"), "expected different tasks"),
         (("--tasks", "no_such_task"), "or a YAML file, got 'no_such_task'"),
-        (("--tasks", "octavo_choice", "--recipe", "baseline+prefill=triton"), "no prefill="),
+        (
+            ("--tasks", "octavo_choice", "--recipe", "baseline+prefill=triton"),
+            "got 'baseline+prefill=triton'",
+        ),
         (("--tasks", "octavo_choice", "--chat-template", "x"), "is for --apply-chat-template"),
         (("--tasks", "octavo_choice", "--num-fewshot", 11, "--num-questions", 0), "of 1 or more"),
     ],

@@ -314,6 +314,7 @@ def test_a_recipe_file_is_a_row_and_words_change_it(tmp_path):
         ("fp8+head+token", ENGINE, "one value of kv, got head and token"),
         ("fp8+token+unit", ENGINE, "'token' and scaling 'dynamic' go together"),
         ("fp8+x", ENGINE, r"expected words out of .*fp8, .*got 'fp8\+x'"),
+        ("baseline+prefill=triton", LANGUAGE, r"got 'baseline\+prefill=triton'"),
         ("auto+prefill=", ENGINE, "got 'prefill='"),
         # Those of language models
         ("int8", LANGUAGE, "unit, tensor, head, token.*got 'int8'"),

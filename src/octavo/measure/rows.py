@@ -135,7 +135,8 @@ ENGINE = Dialect(
 )
 LANGUAGE = Dialect(  # perplexity, needles, MRCR, choice and math
     words={"unit": "kv=unit", "tensor": "kv=tensor,static", "head": "kv=head,static"}
-    | {word: f"kv={word}" for word in ("token", "rotate", "center")}
+    | {word: f"kv={word}" for word in ("token", "rotate", "center")},
+    takes=tuple(word for word in WORDS if word != "prefill"),  # no evaluation chooses it
 )
 IMAGES = Dialect(
     words={"fp8": "linear"}

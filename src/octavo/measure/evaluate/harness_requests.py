@@ -45,8 +45,6 @@ class TasksRequest(LanguageRequest):
             raise ConfigError("--chat-template is for --apply-chat-template, which is missing")
         check_least(self, num_fewshot=0, num_questions=1, chunk=5, max_concurrency=1)
         super().__post_init__()
-        if named := [row.name for row in self.parsed_rows if row.prefill_impl is not None]:
-            raise ConfigError(f"rows of octavo eval tasks take no prefill=, got {named[0]}")
 
     @property
     def names(self) -> list[str]:
